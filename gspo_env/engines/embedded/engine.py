@@ -26,6 +26,7 @@ from gspo_env.engines.base import (
     check_room,
     drained,
 )
+from gspo_env.engines.embedded.direct import DirectForward, start_direct
 from gspo_env.engines.embedded.kv_cache import KVCache
 from gspo_env.engines.embedded.slots import Request, Sequences, Slot
 from gspo_env.errors import EngineError
@@ -62,6 +63,7 @@ class TransformersEngine(Engine):
         self._max_context = max_context
         self._max_step_tokens = max(max_step_tokens, max_slots)
         self._waiting: list[Request] = []
+        self._direct = start_direct(model)
         self._cache = KVCache(model, max_slots, max_context)
         self._sequences = Sequences(self._cache, max_slots)
         self._pump: asyncio.Task[None] | None = None
@@ -112,6 +114,8 @@ class TransformersEngine(Engine):
             EngineError: Requests still run after minutes.
         """
         await self.drain()
+        if self._direct is not None and not DirectForward.fits(self._model):
+            self._direct = None  # such as after an adapter was added
         self._sequences.clear()
         self.weights_version = version
 
@@ -177,6 +181,7 @@ class TransformersEngine(Engine):
             [slot.index for slot in rows],
             [len(slot.tokens) for slot in rows],
             feeds,
+            self._direct if self._direct is not None and self._direct.usable else None,
         )
         self.fed_tokens += sum(map(len, feeds))
         for slot, feed in zip(rows, feeds, strict=True):

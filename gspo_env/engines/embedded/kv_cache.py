@@ -5,7 +5,7 @@ Axis letters: B rows (sequences of a step), T fed tokens, S slots, H heads, D he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -63,7 +63,12 @@ class KVCache:
 
     @torch.inference_mode()
     def forward(
-        self, model: Any, slots: list[int], starts: list[int], feeds: list[list[int]]
+        self,
+        model: Any,
+        slots: list[int],
+        starts: list[int],
+        feeds: list[list[int]],
+        direct: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Feeds each slot its new tokens; returns the logits of the last one in each, (B, V).
 
@@ -72,6 +77,7 @@ class KVCache:
             slots: (B,) the slots.
             starts: (B,) how many tokens each slot holds before.
             feeds: (B,) the new tokens.
+            direct: Computes the pass in place of the model; see `DirectForward`.
         """
         longest = max(start + len(feed) for start, feed in zip(starts, feeds, strict=True))
         if longest > self._max_context:
@@ -80,6 +86,8 @@ class KVCache:
         step = _Step(self, slots, starts, feeds, self._device)
         if model.training:
             model.eval()
+        if direct is not None:
+            return direct(step.ids_T, step.positions_T, step.last_B, step)
         output = model(
             input_ids=step.ids_T[None],
             position_ids=step.positions_T[None],

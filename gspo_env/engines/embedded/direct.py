@@ -1,0 +1,235 @@
+"""The forward pass of a Llama-like model in float32 on a CPU, without its modules.
+
+A model of less than a million parameters spends much of its time between its matrix products: in
+the calls of its modules, and in tensors for each operation of a norm or an activation. The products
+of PyTorch are those of MKL, which uses half of the vector width of some processors with AVX-512.
+There, each product is one call of oneDNN, with the activation, product or sum that follows it.
+The weights are the model's own; nothing is copied.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from gspo_env.engines.embedded.kv_cache import KVCache
+from gspo_env.model.attention import Ragged
+
+logger = logging.getLogger(__name__)
+
+_PLAIN = {f"transformers.models.{m}.modeling_{m}" for m in ("llama", "qwen2", "qwen3")}
+"""Modules of the models that the pass is written for."""
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose angles follow from the position alone."""
+_BOUND = 1e-4
+"""Largest difference of a log-probability, in nats, from the model's own pass."""
+_MANY = 128
+"""Rows from which a number of rows is rounded up by an eighth at most."""
+
+
+class DirectForward:
+    """Runs the forward pass; see `fits` for the models that it can run.
+
+    Args:
+        model: The model.
+        fused: Whether products are those of oneDNN; by default where the processor has AVX-512.
+    """
+
+    def __init__(self, model: Any, *, fused: bool | None = None) -> None:
+        wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+        self._products = _Fused() if (wide if fused is None else fused) else _Products()
+        self._model, self._body = model, model.model
+        self._eps = float(model.config.rms_norm_eps)
+        self._size = int(self._body.layers[0].self_attn.head_dim)
+        names = ("_forward_hooks", "_forward_pre_hooks")
+        self._hooks = [getattr(module, name) for module in model.modules() for name in names]
+        self._angles = torch.empty(0, 2, self._size)
+
+    @staticmethod
+    def fits(model: Any) -> bool:
+        """Returns whether this is a plain float32 model on a CPU."""
+        kind = type(model)
+        if kind.__module__ not in _PLAIN or not kind.__name__.endswith("ForCausalLM"):
+            return False
+        for parameter in model.parameters():
+            # a shard and a quantised weight have other types
+            if type(parameter) is not nn.Parameter or parameter.dtype is not torch.float32:
+                return False
+        if next(model.parameters()).device.type != "cpu":
+            return False
+        for name, module in model.named_modules():
+            is_linear = name.endswith(("_proj", "lm_head"))
+            replaced = "forward" in vars(module) or getattr(module, "is_quantized", False)
+            if replaced or (is_linear and type(module) is not nn.Linear):
+                return False
+        rope = getattr(model.model.rotary_emb, "rope_type", None)
+        plain_embedding = type(model.model.embed_tokens) is nn.Embedding
+        return plain_embedding and model.config.hidden_act == "silu" and rope in _STATIC_ROPE
+
+    @property
+    def usable(self) -> bool:
+        """Whether the model's modules have no hooks, which this pass would not call."""
+        return not any(self._hooks)
+
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, last_B: Tensor, step: Ragged) -> Tensor:
+        """Returns the logits of the last token of each row, (B, V).
+
+        Args:
+            ids_T: (T,) the fed ids of all rows.
+            positions_T: (T,) their positions.
+            last_B: (B,) index of the last token of each row.
+            step: The attention over the cache.
+        """
+        count, products = len(ids_T), self._products
+        h = embedding(products.padded(ids_T), self._body.embed_tokens.weight)
+        angles = self._angles_of(positions_T)
+        # an attribute of a module takes several times as long as an item of its dictionary
+        for number, layer in enumerate(self._body.layers):
+            parts = layer._modules
+            attention, x = parts["self_attn"], self._norm(parts["input_layernorm"], h)
+            q, k, v = (self._heads(attention, name, x, count, angles) for name in "qkv")
+            window = getattr(attention, "sliding_window", None)
+            heads = step.attend(number, q, k, v, attention.scaling, window)
+            projection = attention._modules["o_proj"]
+            h = products.add(projection, products.padded(heads.flatten(1)), h)
+            mlp, x = parts["mlp"]._modules, self._norm(parts["post_attention_layernorm"], h)
+            h = products.add(mlp["down_proj"], products.gated(mlp, x), h)
+        if len(last_B) < count:
+            h = products.padded(h.index_select(0, last_B))
+        return products.plain(self._model.lm_head, self._norm(self._body.norm, h))[: len(last_B)]
+
+    def _norm(self, module: Any, x: Tensor) -> Tensor:
+        return rms_norm(x, x.shape[-1:], module._parameters["weight"], self._eps)
+
+    def _heads(self, attention: Any, name: str, x: Tensor, count: int, angles_T: Tensor) -> Tensor:
+        """Returns queries, keys or values, (T, H, D); the first two normed and rotated."""
+        modules = attention._modules
+        out = self._products.plain(modules[f"{name}_proj"], x)[:count]
+        out = out.view(count, -1, self._size)
+        if name == "v":
+            return out
+        norm = modules.get(f"{name}_norm")
+        if norm is not None:
+            out = self._norm(norm, out)
+        cos, sin = angles_T[:, 0, None], angles_T[:, 1, None]
+        return torch.addcmul(out * cos, out.roll(self._size // 2, -1), sin)
+
+    def _angles_of(self, positions_T: Tensor) -> Tensor:
+        """Returns cosines and signed sines, (T, 2, D)."""
+        longest = int(positions_T.max()) + 1
+        if len(self._angles) < longest:
+            cos, sin = self._body.rotary_emb(torch.empty(0), torch.arange(2 * longest)[None])
+            sin = sin[0].clone()
+            sin[:, : self._size // 2].neg_()
+            self._angles = torch.stack([cos[0], sin], 1)
+        return self._angles.index_select(0, positions_T)
+
+
+class _Products:
+    """Products of PyTorch, with each activation and sum in an operation of its own."""
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """Returns the rows, perhaps with zeros behind them."""
+        return rows
+
+    def plain(self, module: Any, x: Tensor) -> Tensor:
+        """Returns the output of a linear module."""
+        return linear(x, *_weights(module))
+
+    def add(self, module: Any, x: Tensor, other: Tensor) -> Tensor:
+        """Returns the sum of the output and another tensor."""
+        weight, bias = _weights(module)
+        if bias is None:
+            return torch.addmm(other, x, weight.t())
+        return linear(x, weight, bias).add_(other)
+
+    def gated(self, mlp: Any, x: Tensor) -> Tensor:
+        """Returns the activated output of `gate_proj`, multiplied with that of `up_proj`."""
+        gate = silu(self.plain(mlp["gate_proj"], x), inplace=True)
+        return gate.mul_(self.plain(mlp["up_proj"], x))
+
+
+class _Fused(_Products):
+    """Products of oneDNN together with what follows them."""
+
+    def __init__(self) -> None:
+        self._linear: Any = torch.ops.mkldnn._linear_pointwise.default
+        self._binary: Any = torch.ops.mkldnn._linear_pointwise.binary
+
+    def padded(self, rows: Tensor) -> Tensor:
+        # oneDNN compiles a kernel for each number of rows, so they are few
+        padding = rounded(len(rows)) - len(rows)
+        if not padding:
+            return rows
+        return torch.cat([rows, rows.new_zeros(padding, *rows.shape[1:])])
+
+    def plain(self, module: Any, x: Tensor) -> Tensor:
+        out: Tensor = self._linear(x, *_weights(module), "none", [], "")
+        return out
+
+    def add(self, module: Any, x: Tensor, other: Tensor) -> Tensor:
+        out: Tensor = self._binary(x, other, *_weights(module), "add")
+        return out
+
+    def gated(self, mlp: Any, x: Tensor) -> Tensor:
+        gate = self._linear(x, *_weights(mlp["gate_proj"]), "swish", [1.0], "")
+        out: Tensor = self._binary(x, gate, *_weights(mlp["up_proj"]), "mul")
+        return out
+
+
+def _weights(module: Any) -> tuple[Tensor, Tensor | None]:
+    parameters = module._parameters
+    return parameters["weight"], parameters["bias"]
+
+
+def start_direct(model: Any) -> DirectForward | None:
+    """Returns the direct pass of a model with ragged attention, if it gives the model's numbers.
+
+    Two random sequences are fed to both, their prompts first.
+    """
+    if not DirectForward.fits(model):
+        return None
+    try:
+        direct = DirectForward(model)
+        difference = _difference(model, direct)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AttributeError, TypeError) as error:  # another version of a library
+        logger.warning("the model runs with its own modules: the direct pass fails with %s", error)
+        return None
+    if not difference <= _BOUND:
+        logger.warning(
+            "the model runs with its own modules: the direct pass changes log-probabilities by "
+            "%.2g, expected at most %g",
+            difference,
+            _BOUND,
+        )
+        return None
+    return direct
+
+
+def _difference(model: Any, direct: DirectForward) -> float:
+    rng = np.random.default_rng(0)
+    own, other = KVCache(model, 2, 24), KVCache(model, 2, 24)
+    gaps = []
+    for starts, sizes in (([0, 0], [15, 9]), ([15, 9], [1, 5]), ([16, 14], [1, 1])):
+        feeds = [rng.integers(0, model.config.vocab_size, size).tolist() for size in sizes]
+        expected = own.forward(model, [0, 1], starts, feeds).log_softmax(-1)
+        logits = other.forward(model, [0, 1], starts, feeds, direct)
+        gaps.append((expected - logits.log_softmax(-1)).abs().max())
+    return float(torch.stack(gaps).max())
+
+
+def rounded(count: int) -> int:
+    """Returns a number of rows that is not smaller, of which there are few.
+
+    Below 128 these are the multiples of 16; above, there are eight between a power of two and the
+    next.
+    """
+    step = 16 if count <= _MANY else 1 << (int(count - 1).bit_length() - 4)
+    return -(-count // step) * step

@@ -1,0 +1,107 @@
+"""The direct forward pass: the model's own numbers, or not used."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from gspo_env.engines.embedded.direct import DirectForward, rounded, start_direct
+from gspo_env.engines.embedded.kv_cache import KVCache
+from gspo_env.model.attention import use_ragged_attention
+from gspo_env.model.load import add_adapter
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def llama():
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    return LlamaForCausalLM(
+        LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, rope_parameters=rope)
+    )
+
+
+def qwen2():
+    window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPE, **window, tie_word_embeddings=True))
+
+
+def steps(model, direct=None):
+    """Log-probabilities of some ragged steps with prompts, single tokens and gaps."""
+    cache, logprobs, lengths = KVCache(model, 5, 200), [], [0] * 5
+    generator = torch.Generator().manual_seed(1)
+    for sizes in ({0: 40, 3: 7}, {0: 1, 3: 1}, {0: 3, 1: 150, 3: 1, 4: 1}, {0: 1, 1: 1, 4: 1}):
+        feeds = [torch.randint(0, 90, (n,), generator=generator).tolist() for n in sizes.values()]
+        starts = [lengths[slot] for slot in sizes]
+        logprobs.append(cache.forward(model, list(sizes), starts, feeds, direct).log_softmax(-1))
+        for slot, size in sizes.items():
+            lengths[slot] += size
+    return torch.cat(logprobs)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("make", [llama, qwen2])
+def test_ragged_steps_have_the_log_probabilities_of_the_models_modules(make, fused):
+    torch.manual_seed(0)
+    model = make().eval()
+    for parameter in model.parameters():  # large enough to make every part count
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    use_ragged_attention(model)
+    assert start_direct(model) is not None
+    direct = DirectForward(model, fused=fused)
+    torch.testing.assert_close(steps(model, direct), steps(model), rtol=1e-5, atol=2e-5)
+
+
+def test_the_default_model_runs_directly_and_new_weights_count_at_once(model):
+    use_ragged_attention(model)
+    direct = start_direct(model)
+    before = steps(model, direct)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
+        model.model.layers[1].self_attn.k_norm.weight.mul_(0.5)
+    after = steps(model, direct)
+    assert (after - before).abs().max() > 1e-2
+    torch.testing.assert_close(after, steps(model), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_with_more_than_plain_layers_is_not_run_directly(model):
+    assert DirectForward.fits(model)
+    replaced = copy.deepcopy(model)
+    replaced.model.layers[0].mlp.forward = lambda x: x
+    others = [
+        add_adapter(copy.deepcopy(model), 2),
+        copy.deepcopy(model).double(),
+        replaced,
+        LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")),
+    ]
+    assert not any(DirectForward.fits(other) for other in others)
+
+
+def test_the_models_own_pass_runs_while_a_module_has_a_hook(model):
+    use_ragged_attention(model)
+    direct = start_direct(model)
+    hook = model.model.layers[0].register_forward_hook(lambda *_: None)
+    assert not direct.usable
+    hook.remove()
+    assert direct.usable
+
+
+def test_a_pass_with_other_numbers_is_refused_and_said(model, monkeypatch, caplog):
+    use_ragged_attention(model)
+    # as if the model computed its norms in another way
+    monkeypatch.setattr(model.config, "rms_norm_eps", 0.5)
+    assert start_direct(model) is None
+    assert "changes log-probabilities by" in caplog.text
+
+
+def test_numbers_of_rows_are_rounded_to_few():
+    values = {rounded(n) for n in range(1, 8193)}
+    assert len(values) < 60
+    assert all(n <= rounded(n) <= max(1.126 * n, n + 15) for n in range(1, 8193))
