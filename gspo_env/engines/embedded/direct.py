@@ -215,12 +215,12 @@ def start_direct(model: Any) -> DirectForward | None:
 
 def _difference(model: Any, direct: DirectForward) -> float:
     rng = np.random.default_rng(0)
-    own, other = KVCache(model, 2, 24), KVCache(model, 2, 24)
+    caches = [KVCache(model, 2, 24) for _ in range(2)]
     gaps = []
     for starts, sizes in (([0, 0], [15, 9]), ([15, 9], [1, 5]), ([16, 14], [1, 1])):
         feeds = [rng.integers(0, model.config.vocab_size, size).tolist() for size in sizes]
-        expected = own.forward(model, [0, 1], starts, feeds).log_softmax(-1)
-        logits = other.forward(model, [0, 1], starts, feeds, direct)
+        expected = caches[0].forward(model, [0, 1], starts, feeds).log_softmax(-1)
+        logits = caches[1].forward(model, [0, 1], starts, feeds, direct)
         gaps.append((expected - logits.log_softmax(-1)).abs().max())
     return float(torch.stack(gaps).max())
 
