@@ -5,11 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import socket
 import sqlite3
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,29 +170,3 @@ def gradients_and_metrics(learner, samples):
 def gradients():
     """The gradient of a learner's one minibatch, and its metrics."""
     return gradients_and_metrics
-
-
-@pytest.fixture(scope="session")
-def serve():
-    """A function that starts a real OpenEnv server with a number of sessions, on a given port."""
-    return _serve_openenv
-
-
-@contextlib.contextmanager
-def _serve_openenv(sessions, port=0):
-    server = Path(__file__).parent / "openenv_server.py"
-    if not port:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, str(server), str(port), str(sessions)])
-    try:
-        while True:
-            assert process.poll() is None
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()

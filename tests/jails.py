@@ -1,11 +1,15 @@
-"""What the tests of the sandbox share."""
+"""What the tests of processes and of the sandbox share."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import subprocess
+import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +52,29 @@ def eventually(condition: Any) -> bool:
             return True
         time.sleep(0.1)
     return False
+
+
+def is_alive(pid: int | str) -> bool:
+    """Whether a process runs."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+@contextlib.contextmanager
+def serving(name: str, *arguments: str, port: int = 0) -> Iterator[tuple[int, Any]]:
+    """Runs a server of this folder; yields its port, a free one by default, and the process."""
+    if not port:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+    command = [sys.executable, str(Path(__file__).with_name(name)), *arguments, str(port)]
+    with subprocess.Popen(command) as process:
+        try:
+            while True:
+                assert process.poll() is None
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
+                time.sleep(0.05)
+            yield port, process
+        finally:
+            process.kill()

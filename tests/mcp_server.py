@@ -52,12 +52,6 @@ def die() -> str:
 
 
 @server.tool()
-def flood(count: int) -> str:
-    """Give a long answer."""
-    return "x" * count
-
-
-@server.tool()
 def pid() -> int:
     """Give the number of the server's process."""
     return os.getpid()

@@ -1,4 +1,4 @@
-"""A real OpenEnv server for the tests: `python openenv_server.py PORT SESSIONS`."""
+"""A real OpenEnv server for the tests: `python openenv_server.py SESSIONS PORT`."""
 
 import os
 import random
@@ -55,5 +55,5 @@ class Guess(Environment):
         return self._state
 
 
-app = create_fastapi_app(Guess, Say, Heard, max_concurrent_envs=int(sys.argv[2]))
-uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+app = create_fastapi_app(Guess, Say, Heard, max_concurrent_envs=int(sys.argv[1]))
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
+from jails import eventually, is_alive, serving
 
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call
@@ -35,28 +34,6 @@ def play():
             stack.callback(env.close)
             env.reset(seed=0)
             return env
-
-        yield start
-
-
-@pytest.fixture
-def http():
-    """Start a hostile server that speaks HTTP."""
-    with contextlib.ExitStack() as stack:
-
-        def start(kind):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            server = stack.enter_context(
-                subprocess.Popen([sys.executable, SERVER, kind, str(port)])
-            )
-            stack.callback(server.kill)
-            while True:
-                assert server.poll() is None
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                    return f"http://127.0.0.1:{port}/mcp"
-                time.sleep(0.05)
 
         yield start
 
@@ -115,12 +92,9 @@ def test_the_work_of_a_check_is_bounded(play):
     assert errors == 1
 
 
-def test_a_choice_by_patterns_is_left_to_the_server(play):
-    assert call(play("choice"), a="apple") == ("ok", 0)
-
-
-def test_a_pattern_that_is_none_is_left_to_the_server(play):
-    assert call(play("broken pattern"), a="x") == ("ok", 0)
+@pytest.mark.parametrize(("kind", "value"), [("choice", "apple"), ("broken pattern", "x")])
+def test_a_pattern_is_left_to_the_server(play, kind, value):
+    assert call(play(kind), a=value) == ("ok", 0)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +119,9 @@ def test_what_a_server_sends_is_bounded(play, kind, words, errors):
 
 
 @pytest.mark.parametrize("kind", ["compressed", "endless", "events", "event"])
-def test_the_body_of_a_response_is_bounded(play, http, kind):
-    env = play(kind, http(kind))
-    observation, errors = call(env, a="x")
+def test_the_body_of_a_response_is_bounded(play, kind):
+    with serving("mcp_hostile.py", kind) as (port, _):
+        observation, errors = call(play(kind, f"http://127.0.0.1:{port}/mcp"), a="x")
     assert observation.startswith("Error: t failed: ToolServerError: ")
     assert "no answer in" not in observation
     assert errors == 1
@@ -168,12 +142,6 @@ def test_standard_error_takes_little_space(play, monkeypatch):
     assert 0 < os.fstat(files[-1].fileno()).st_size <= 1 << 16
 
 
-def alive(pid):
-    with contextlib.suppress(OSError):
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return False
-
-
 OWNER = """
 import sys, time
 from gspo_env.env.registration import make_env
@@ -190,15 +158,11 @@ def test_a_server_and_what_it_started_die_with_the_trainer(number):
     command = [sys.executable, "-c", OWNER, sys.executable, SERVER, "pids"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
-        pids = [int(word) for word in owner.stdout.readline().split()]
-        before = [alive(pid) for pid in pids]
+        pids = owner.stdout.readline().split()
+        before = list(map(is_alive, pids))
         owner.send_signal(number)
-        assert before == [True, True]
-        for _ in range(200):
-            if not any(map(alive, pids)):
-                return
-            time.sleep(0.1)
-    raise AssertionError(f"{pids} survived")
+    assert before == [True, True]
+    assert eventually(lambda: not any(map(is_alive, pids)))
 
 
 def test_closing_ends_a_stubborn_server(play):

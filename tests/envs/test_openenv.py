@@ -5,12 +5,14 @@ Needs a separate Python environment: `pip install -e '.[test,openenv]'`, `pytest
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
 import time
 
 import pytest
+from jails import serving
 
 from gspo_env.check.environment import check_env
 from gspo_env.env.registration import make_env
@@ -19,8 +21,14 @@ from gspo_env.errors import ConfigError, ToolServerError
 pytestmark = pytest.mark.openenv
 
 
+@contextlib.contextmanager
+def serve(sessions, port=0):
+    with serving("openenv_server.py", str(sessions), port=port) as (free_port, _):
+        yield f"http://127.0.0.1:{free_port}"
+
+
 @pytest.fixture(scope="module")
-def two(serve):
+def two():
     """A server with two sessions."""
     with serve(2) as url:
         yield url
@@ -134,7 +142,7 @@ def test_what_the_server_fails_to_do_truncates_the_episode_and_the_next_goes_on(
     env.close()
 
 
-def test_a_server_that_dies_and_comes_back_costs_the_episode_alone(serve):
+def test_a_server_that_dies_and_comes_back_costs_the_episode_alone():
     with serve(2) as url:
         env = make(url, timeout=5.0)
         env.reset(seed=0)
@@ -146,6 +154,6 @@ def test_a_server_that_dies_and_comes_back_costs_the_episode_alone(serve):
             env.close()
 
 
-def test_it_keeps_the_contract(serve):
+def test_it_keeps_the_contract():
     with serve(4) as url:  # check_env plays two copies at the same time
         check_env(make(url, max_turns=5))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import json
 import os
 import signal
@@ -13,14 +12,13 @@ import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
-from urllib.parse import urlparse
 
 import httpx2
 import pytest
+from jails import eventually, is_alive
 
 from gspo_env.check import check_env
-from gspo_env.env.base import Action, attribute
+from gspo_env.env.base import Action
 from gspo_env.env.info import parse_step
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env
@@ -34,73 +32,78 @@ from gspo_env.errors import (
 from gspo_env.rollout.play import play_now
 from gspo_env.types import Message, StopReason, Task, ToolCall
 
-AGENT = """
-import json, urllib.error, urllib.request
-
-def run(task, base_url, api_key):
-    tool = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
-    def ask(text):
-        body = {"messages": [{"role": "user", "content": text}], "tools": [tool]}
-        head = {"Authorization": "Bearer " + api_key}
-        url = base_url + "/chat/completions"
-        try:
-            asked = urllib.request.Request(url, json.dumps(body).encode(), head)
-            told = json.load(urllib.request.urlopen(asked))
-        except urllib.error.HTTPError as error:
-            return json.load(error)["error"]
-        return told["choices"][0] | {"prompt": told["usage"]["prompt_tokens"]}
-    first, third, second = ask("one"), ask("two"), ask("three")
-    call = first["message"]["tool_calls"][0]["function"]
-    assert json.loads(call["arguments"]) == {"key": [1, None]}, first
-    assert first["message"]["content"] == "ä" and first["message"]["reasoning_content"] == "so"
-    assert (first["prompt"], second["prompt"]) == (7, 8)
-    assert second["finish_reason"] == "length"
-    assert third["code"] == "context_length_exceeded" and "9 tokens" in third["message"]
-    return 1.0
-"""
 DATA = [{"question": f"What is 1 + {n}?", "answer": str(n + 1)} for n in range(4)]
 LOOKUP = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
+HTTP = httpx2.Client(timeout=30)
 
 
-def post(base_url, api_key, path, body, **headers):
-    """Sends a request as a client of the standard library does; returns status and body."""
-    url = urlparse(base_url)
-    connection = http.client.HTTPConnection(url.hostname, url.port, timeout=30)
-    try:
-        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
-        told = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-        connection.request("POST", url.path + path, sent, told | headers)
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
-    finally:
-        connection.close()
+def post(base_url, api_key, path, body, **more):
+    headers = {"Authorization": f"Bearer {api_key}"}
+    answer = HTTP.post(base_url + path, json=body, headers=headers, **more)
+    return answer.status_code, answer.json()
 
 
 def ask(base_url, api_key, text, **fields):
-    messages = fields.pop("messages", [{"role": "user", "content": text}])
-    headers = fields.pop("headers", {})
-    body = {"model": "m", "messages": messages, **fields}
-    return post(base_url, api_key, "/chat/completions", body, **headers)
+    """The status and the body of the answer to a request."""
+    body = {"messages": [{"role": "user", "content": text}], **fields}
+    return post(base_url, api_key, "/chat/completions", body)
+
+
+def say(base_url, api_key, text, **fields):
+    """The message of an answer."""
+    return ask(base_url, api_key, text, **fields)[1]["choices"][0]["message"]
+
+
+async def ask_async(base_url, api_key, text, agent=""):
+    async with httpx2.AsyncClient(base_url=base_url, timeout=30) as client:
+        body = {"messages": [{"role": "user", "content": text}]}
+        headers = {"Authorization": f"Bearer {api_key}", "X-Agent": agent}
+        answer = await client.post("/chat/completions", json=body, headers=headers)
+        return answer.json()["choices"][0]["message"]["content"]
 
 
 def one_question(task, base_url, api_key):
-    _, answer = ask(base_url, api_key, task["question"])
-    return answer["choices"][0]["message"]["content"] == task["answer"]
+    return say(base_url, api_key, task["question"])["content"] == task["answer"]
+
+
+def agent(task, base_url, api_key):
+    """Checks what it is answered."""
+    texts = ("one", "two", "three")
+    first, error, cut = (ask(base_url, api_key, text, tools=[LOOKUP])[1] for text in texts)
+    message = first["choices"][0]["message"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"key": [1, None]}
+    assert (message["content"], message["reasoning_content"]) == ("ä", "so")
+    assert error["error"]["code"] == "context_length_exceeded"
+    assert "9 tokens" in error["error"]["message"]
+    assert cut["choices"][0]["finish_reason"] == "length"
+    assert [answer["usage"]["prompt_tokens"] for answer in (first, cut)] == [7, 8]
+    return 1.0
 
 
 @pytest.fixture
 def make():
     """Makes environments of programs and closes them."""
-    made = []
+    with contextlib.ExitStack() as stack:
+
+        def one(program=None, **kwargs):
+            kwargs = {"data": DATA, "held_out": 0, "silence": 20.0, **kwargs}
+            env = make_env("gspo/Program-v0", program=program, **kwargs)
+            stack.callback(env.close)
+            return env
+
+        yield one
+
+
+@pytest.fixture
+def begin(make):
+    """Makes environments of programs and begins the first task."""
 
     def one(program=None, **kwargs):
-        kwargs = {"data": DATA, "held_out": 0, "silence": 20.0, **kwargs}
-        made.append(make_env("gspo/Program-v0", program=program, **kwargs))
-        return made[-1]
+        env = make(program, **kwargs)
+        env.reset(options={"row": 0})
+        return env
 
-    yield one
-    for env in made:
-        env.close()
+    return one
 
 
 def python(code):
@@ -118,13 +121,6 @@ def python(code):
         task = json.load(sys.stdin)
     """
     return [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(code)]
-
-
-def wait_until(holds, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def program_threads():
@@ -155,66 +151,52 @@ def test_the_requests_tools_limits_and_agent_reach_the_policy(make):
     assert (info["max_tokens"], info["stop"], info["agent"]) == (7, ("END",), "helper")
 
 
-def test_a_call_reaches_the_program_as_a_call_and_a_malformed_one_as_text_that_is_counted(make):
+BROKEN = '<tool_call>{"name": </tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("tools", "action", "malformed", "message"),
+    [
+        ([LOOKUP], format_tool_call("lookup", {"key": "a"}), 0, {}),
+        ([LOOKUP], BROKEN, 1, {"content": BROKEN}),
+        ([], BROKEN, 0, {"content": BROKEN}),
+        ([], "<think>so</think>{}", 0, {"content": "{}", "reasoning_content": "so"}),
+    ],
+)
+def test_a_call_reaches_the_program_as_a_call_and_a_malformed_one_as_text_that_is_counted(
+    begin, tools, action, malformed, message
+):
     seen = []
-
-    def program(task, base_url, api_key):
-        for _ in range(2):
-            seen.append(ask(base_url, api_key, "go", tools=[LOOKUP])[1]["choices"][0]["message"])
-
-    env = make(program)
-    env.reset(seed=0)
-    info = env.step(format_tool_call("lookup", {"key": "a"}))[4]
-    assert info["malformed_calls"] == 0
-    info = env.step('<tool_call>{"name": </tool_call>')[4]
-    assert info["malformed_calls"] == 1
+    env = begin(
+        lambda task, base_url, api_key: seen.append(say(base_url, api_key, "", tools=tools))
+    )
+    info = env.step(action)[4]
+    assert info["malformed_calls"] == malformed
     assert "malformed_calls" not in info["reward_parts"]
-    assert json.loads(seen[0]["tool_calls"][0]["function"]["arguments"]) == {"key": "a"}
-    assert seen[1]["content"] == '<tool_call>{"name": </tool_call>'
-    assert "tool_calls" not in seen[1]
+    calls = [json.loads(call["function"]["arguments"]) for call in seen[0].get("tool_calls", ())]
+    assert calls == ([] if message else [{"key": "a"}])
+    assert message.items() <= seen[0].items()
 
 
-def test_a_malformed_call_is_no_call_where_the_program_offers_no_tools(make):
-    texts = ('<tool_call>{"name": </tool_call>', '<think>so</think>{"name": "a", "parameters": {}}')
-    seen = []
-
-    def program(task, base_url, api_key):
-        for _ in texts:
-            seen.append(ask(base_url, api_key, "go")[1]["choices"][0]["message"])
-
-    env = make(program)
-    env.reset(seed=0)
-    assert [env.step(text)[4]["malformed_calls"] for text in texts] == [0, 0]
-    assert [message["content"] for message in seen] == [texts[0], texts[1].partition("</think>")[2]]
-    assert seen[1]["reasoning_content"] == "so"
-
-
-def test_a_program_in_a_process_of_its_own_gets_the_same_answers(make, tmp_path):
-    (tmp_path / "agent.py").write_text(AGENT)
-    kwargs = {"program": f"{tmp_path}/agent.py:run", "data": DATA, "held_out": 0}
-    here, there = make(**kwargs), IsolatedEnv("gspo/Program-v0", kwargs, timeout=60.0)
+def test_a_program_in_a_process_of_its_own_gets_the_same_answers(make):
+    kwargs = {"program": f"{__file__}:agent", "data": DATA, "held_out": 0}
     call = (ToolCall(name="lookup", arguments={"key": [1, None]}),)
-    said = Message(role="assistant", content="ä", reasoning="so", tool_calls=call)
-    try:
-        results = []
-        for env in (here, there):
+    answer = Message(role="assistant", content="ä", reasoning="so", tool_calls=call)
+    results = []
+    with contextlib.closing(IsolatedEnv("gspo/Program-v0", kwargs, timeout=60.0)) as isolated:
+        for env in (make(**kwargs), isolated):
             assert env.reset(options={"row": 0})[0] == "one"
-            steps = [env.step(Action("x", (1, 2), said, "stop", 7))]
+            steps = [env.step(Action("x", (1, 2), answer, "stop", 7))]
             steps.append(env.step(Action("", finish_reason="context", prompt_tokens=9)))
             steps.append(env.step(Action("cut", (3,), finish_reason="length", prompt_tokens=8)))
             results.append([parse_step("test", step, 2) for step in steps])
-            names = [tool.name for tool in steps[0][4]["tools"]]
-            assert names == ["lookup"]
-            assert attribute(env, "takes_cut_actions", False)
-        for one, two in zip(*results, strict=True):
-            assert one[:4] == two[:4]
-            assert one[4].messages == two[4].messages
-        assert results[0][2][1] == 1.0
-    finally:
-        there.close()
+            assert [tool.name for tool in steps[0][4]["tools"]] == ["lookup"]
+    assert [step[1:4] for step in results[0]] == [(0, False, False)] * 2 + [(1, True, False)]
+    for one, two in zip(*results, strict=True):
+        assert (*one[:4], one[4].messages) == (*two[:4], two[4].messages)
 
 
-def test_rewards_are_functions_of_the_episode_with_the_programs_result(make):
+def test_rewards_are_functions_of_the_episode_with_the_programs_result(begin):
     attempts = []
 
     def right(attempt):
@@ -224,21 +206,18 @@ def test_rewards_are_functions_of_the_episode_with_the_programs_result(make):
     def program(task, base_url, api_key):
         messages = [{"role": "user", "content": task["question"]}]
         for _ in range(2):
-            message = ask(base_url, api_key, "", messages=messages)[1]["choices"][0]["message"]
+            message = say(base_url, api_key, "", messages=messages)
             messages += [message, {"role": "user", "content": "sure?"}]
         ask(base_url, api_key, "something else")
         return message["content"]
 
-    env = make(program, rewards=[right], weights=[2.0])
-    env.reset(options={"row": 0})
-    env.step("7")
-    env.step("1")
-    _, reward, _, _, info = env.step("last")
+    env = begin(program, rewards=[right], weights=[2.0])
+    _, reward, _, _, info = [env.step(text) for text in ("7", "1", "last")][-1]
     assert (reward, info["reward_parts"]["right"]) == (2.0, 1.0)
     (attempt,) = attempts
     assert [m["content"] for m in attempt.prompt] == ["What is 1 + 0?"]
-    said = [m["content"] for m in attempt.completion]
-    assert said == ["7", "sure?", "1", "something else", "last"]
+    texts = [m["content"] for m in attempt.completion]
+    assert texts == ["7", "sure?", "1", "something else", "last"]
 
 
 @pytest.mark.parametrize(
@@ -251,85 +230,37 @@ def test_rewards_are_functions_of_the_episode_with_the_programs_result(make):
         ({"reward": 0.5, "success": False, "speed": 2, "note": "x"}, 0.5, False, {"speed": 2.0}),
     ],
 )
-def test_the_result_of_a_program_is_its_reward(make, result, reward, success, parts):
+def test_the_result_of_a_program_is_its_reward(begin, result, reward, success, parts):
     def program(task, base_url, api_key):
         ask(base_url, api_key, "x")
         return result
 
-    env = make(program)
-    env.reset(seed=0)
-    _, given, terminated, _, info = env.step("y")
-    assert (given, terminated, info["success"]) == (reward, True, success)
+    _, total, terminated, _, info = begin(program).step("y")
+    assert (total, terminated, info["success"]) == (reward, True, success)
     assert info["reward_parts"] == parts
 
 
-def test_a_result_that_is_not_finite_is_a_failure(make):
-    def program(task, base_url, api_key):
-        ask(base_url, api_key, "x")
-        return float("nan")
-
-    episode = play_now(make(program), Task(env_id="p", seed=0), lambda now: "y")
-    assert episode.stop_reason is StopReason.INVALID
-
-
-def test_a_posted_reward_counts_for_the_turn_of_its_answer_and_not_once_that_has_returned(make):
+def test_a_posted_reward_counts_for_the_turn_of_its_answer_and_not_once_that_has_returned(begin):
     statuses = []
 
     def program(task, base_url, api_key):
-        name = ask(base_url, api_key, "one")[1]["id"]
-        told = {"completion_id": name, "reward": 0.25}
-        statuses.append(post(base_url, api_key, "/reward", told)[0])
+        body = {"completion_id": ask(base_url, api_key, "one")[1]["id"], "reward": 0.25}
+        statuses.append(post(base_url, api_key, "/reward", body)[0])
         ask(base_url, api_key, "two")
-        statuses.append(post(base_url, api_key, "/reward", told)[0])
+        statuses.append(post(base_url, api_key, "/reward", body)[0])
 
-    env = make(program)
-    env.reset(seed=0)
-    assert env.step("a")[1] == 0.25
-    assert env.step("b")[1] == 0.0
-    assert [status // 100 for status in statuses] == [2, 4]
-    assert statuses[1] == 409
-
-
-def test_a_cut_answer_and_a_prompt_that_does_not_fit_reach_the_program(make):
-    seen = []
-
-    def program(task, base_url, api_key):
-        seen.append(ask(base_url, api_key, "one")[1]["choices"][0]["finish_reason"])
-        status, told = ask(base_url, api_key, "two")
-        seen.append((status, told["error"]["code"]))
-        ask(base_url, api_key, "three")
-        return 1.0
-
-    env = make(program)
-    env.reset(seed=0)
-    assert env.step(Action("cut", (1, 2), finish_reason="length"))[2:4] == (False, False)
-    assert env.step(Action("", finish_reason="context"))[1:4] == (0.0, False, False)
-    assert env.step("y")[1:4] == (1.0, True, False)
-    assert seen == ["length", (400, "context_length_exceeded")]
-
-
-def test_a_program_that_fails_at_a_prompt_that_does_not_fit_is_cut_and_not_a_failure(make):
-    def program(task, base_url, api_key):
-        ask(base_url, api_key, "one")
-        raise RuntimeError("the prompt is too long")
-
-    env = make(program)
-    env.reset(seed=0)
-    assert env.step(Action("", finish_reason="context"))[1:4] == (0.0, False, True)
+    env = begin(program)
+    assert [env.step(text)[1] for text in "ab"] == [0.25, 0.0]
+    assert statuses == [200, 409]
 
 
 def test_requests_at_the_same_time_are_turns_in_the_order_of_arrival(make):
     async def program(task, base_url, api_key):
-        async with httpx2.AsyncClient(base_url=base_url, timeout=30) as client:
+        async def part(name, delay):
+            await asyncio.sleep(delay)
+            return await ask_async(base_url, api_key, name, agent=name)
 
-            async def agent(name, delay):
-                await asyncio.sleep(delay)
-                body = {"model": "m", "messages": [{"role": "user", "content": name}]}
-                headers = {"Authorization": f"Bearer {api_key}", "X-Agent": name}
-                answer = await client.post("/chat/completions", json=body, headers=headers)
-                return answer.json()["choices"][0]["message"]["content"]
-
-            return (await asyncio.gather(agent("a", 0), agent("b", 0.3))) == ["to a", "to b"]
+        return await asyncio.gather(part("a", 0), part("b", 0.3)) == ["to a", "to b"]
 
     env = make(program)
     observation, info = env.reset(seed=0)
@@ -341,33 +272,39 @@ def test_requests_at_the_same_time_are_turns_in_the_order_of_arrival(make):
 
 
 @pytest.mark.parametrize("raised", [ValueError("no"), SystemExit(3), KeyboardInterrupt()])
-def test_an_exception_is_a_failure_before_and_after_the_first_request(make, raised):
+@pytest.mark.parametrize("requests", [0, 1])
+def test_an_exception_is_a_failure_before_and_after_the_first_request(make, raised, requests):
     def program(task, base_url, api_key):
-        if task["answer"] == "2":
+        for _ in range(requests):
             ask(base_url, api_key, "x")
         raise raised
 
-    for row, turns in ((0, 0), (1, 0)):
-        task = Task(env_id="p", seed=0, options={"row": row})
-        episode = play_now(make(program), task, lambda now: "y")
-        assert episode.failed
-        assert episode.stop_reason in (StopReason.ERROR, StopReason.CRASH)
-        assert len(episode.turns) == turns
+    episode = play_now(make(program), Task(env_id="p", seed=0), lambda now: "y")
+    assert episode.stop_reason in (StopReason.ERROR, StopReason.CRASH)
+    assert episode.failed
     assert not program_threads()
 
 
-def test_listed_errors_and_exit_codes_end_an_episode_with_a_score(make):
-    class MaxTurnsExceeded(Exception):
-        pass
+class MaxTurnsExceeded(Exception):
+    """Named like the error of an SDK."""
 
+
+@pytest.mark.parametrize("raised", [MaxTurnsExceeded(), SystemExit(3)])
+def test_listed_errors_and_exit_codes_end_an_episode_with_a_score(begin, raised):
     def program(task, base_url, api_key):
         ask(base_url, api_key, "x")
-        raise MaxTurnsExceeded if task["answer"] == "1" else SystemExit(3)
+        raise raised
 
-    env = make(program, rewards=[lambda attempt: 0.5], ends=["MaxTurnsExceeded", 3])
-    for row in (0, 1):
-        env.reset(options={"row": row})
-        assert env.step("y")[1:4] == (0.5, False, True)
+    env = begin(program, rewards=[lambda attempt: 0.5], ends=["MaxTurnsExceeded", 3])
+    assert env.step("y")[1:4] == (0.5, False, True)
+
+
+def test_a_program_that_fails_at_a_prompt_that_does_not_fit_is_cut_and_not_a_failure(begin):
+    def program(task, base_url, api_key):
+        ask(base_url, api_key, "one")
+        raise RuntimeError("the prompt is too long")
+
+    assert begin(program).step(Action("", finish_reason="context"))[1:4] == (0.0, False, True)
 
 
 def test_silence_and_too_much_time_are_failures_unless_they_are_listed(make):
@@ -379,75 +316,68 @@ def test_silence_and_too_much_time_are_failures_unless_they_are_listed(make):
         done.wait(30)
 
     try:
-        env = make(program, silence=0.3)
-        with pytest.raises(EnvironmentHangError, match="silence"):
-            env.reset(options={"row": 0})
-        env.reset(options={"row": 1})
-        with pytest.raises(EnvironmentHangError, match="silence"):
-            env.step("y")
-        env = make(program, timeout=0.3)
-        with pytest.raises(EnvironmentHangError, match="timeout"):
-            env.reset(options={"row": 0})
-        env = make(program, silence=0.3, ends=["silence"])
-        env.reset(options={"row": 1})
-        assert env.step("y")[1:4] == (0.0, False, True)
+        for limit in ("silence", "timeout"):
+            env = make(program, **{limit: 0.3})
+            with pytest.raises(EnvironmentHangError, match=limit):
+                env.reset(options={"row": 0})
+        for ends in ((), ("silence",)):
+            env = make(program, silence=0.3, ends=ends)
+            env.reset(options={"row": 1})
+            with contextlib.nullcontext() if ends else pytest.raises(EnvironmentHangError):
+                assert env.step("y")[1:4] == (0.0, False, True)
     finally:
         done.set()
-    wait_until(lambda: not program_threads())
+    assert eventually(lambda: not program_threads())
 
 
-def test_waiting_for_the_policy_does_not_count_as_the_programs_time(make):
-    env = make(one_question, timeout=0.5)
-    env.reset(options={"row": 0})
+def test_waiting_for_the_policy_does_not_count_as_the_programs_time(begin):
+    env = begin(one_question, timeout=0.5)
     time.sleep(0.8)
     assert env.step("1")[2]
 
 
-def test_a_program_that_never_asks_is_a_failure(make):
-    env = make(lambda task, base_url, api_key: 1.0)
+def test_a_program_that_never_asks_or_has_an_infinite_result_is_a_failure(make):
     with pytest.raises(EnvironmentContractError, match="requests"):
-        env.reset(seed=0)
+        make(lambda task, base_url, api_key: 1.0).reset(seed=0)
+
+    def program(task, base_url, api_key):
+        ask(base_url, api_key, "x")
+        return float("nan")
+
+    episode = play_now(make(program), Task(env_id="p", seed=0), lambda now: "y")
+    assert episode.stop_reason is StopReason.INVALID
 
 
-def test_a_program_that_keeps_asking_is_cut_and_its_next_request_is_refused(make):
+def test_a_program_that_keeps_asking_is_cut_and_its_next_request_is_refused(begin):
     statuses = []
 
     def program(task, base_url, api_key):
         while not statuses or statuses[-1] == 200:
             statuses.append(ask(base_url, api_key, "more")[0])
 
-    env = make(program, max_turns=3)
-    env.reset(seed=0)
+    env = begin(program, max_turns=3)
     assert [env.step("x")[3] for _ in range(3)] == [False, False, True]
-    wait_until(lambda: not program_threads())
+    assert eventually(lambda: not program_threads())
     assert statuses[-1] == 410
 
 
-def test_a_task_that_the_program_changes_is_not_changed_for_others(make):
+def test_a_task_that_the_program_changes_is_not_changed_for_others(begin):
     def program(task, base_url, api_key):
         ask(base_url, api_key, task["question"])
         task.clear()
 
-    env = make(program)
-    first, _ = env.reset(options={"row": 0})
+    env = begin(program)
     env.step("x")
-    assert env.reset(options={"row": 0})[0] == first
+    assert env.reset(options={"row": 0})[0] == "What is 1 + 0?"
 
 
 def test_a_request_that_the_program_gives_up_is_no_turn_unless_the_policy_had_begun(make):
     def program(task, base_url, api_key):
-        url = urlparse(base_url)
-        for text in ("given up", "kept"):
-            connection = http.client.HTTPConnection(url.hostname, url.port, timeout=30)
-            body = {"model": "m", "messages": [{"role": "user", "content": text}]}
-            told = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-            connection.request("POST", url.path + "/chat/completions", json.dumps(body), told)
-            if text == "given up":
-                time.sleep(0.2)
-                connection.close()
-                time.sleep(0.3)
-        connection.getresponse().read()
-        connection.close()
+        for text in ("given up", "given up too"):
+            body = {"messages": [{"role": "user", "content": text}]}
+            with contextlib.suppress(httpx2.TimeoutException):
+                post(base_url, api_key, "/chat/completions", body, timeout=0.2)
+        ask(base_url, api_key, "kept")
 
     env = make(program)
     assert env.reset(seed=0)[0] == "given up"  # it had arrived
@@ -456,15 +386,8 @@ def test_a_request_that_the_program_gives_up_is_no_turn_unless_the_policy_had_be
     assert env.step("x")[2]
 
 
-async def ask_async(base_url, api_key, text):
-    async with httpx2.AsyncClient(base_url=base_url, timeout=30) as client:
-        body = {"messages": [{"role": "user", "content": text}]}
-        headers = {"Authorization": f"Bearer {api_key}"}
-        return (await client.post("/chat/completions", json=body, headers=headers)).status_code
-
-
 @pytest.mark.parametrize("raised", [ValueError("no"), SystemExit(3), KeyboardInterrupt()])
-def test_no_exception_of_an_asynchronous_program_ends_others(make, raised):
+def test_no_exception_of_an_asynchronous_program_ends_others(make, begin, raised):
     async def fails(task, base_url, api_key):
         await ask_async(base_url, api_key, "x")
 
@@ -477,9 +400,8 @@ def test_no_exception_of_an_asynchronous_program_ends_others(make, raised):
         await ask_async(base_url, api_key, "x")
         return 1.0
 
-    env, other = make(fails), make(works)
-    other.reset(seed=0)
-    episode = play_now(env, Task(env_id="p", seed=0), lambda now: "y")
+    other = begin(works)
+    episode = play_now(make(fails), Task(env_id="p", seed=0), lambda now: "y")
     assert episode.stop_reason in (StopReason.ERROR, StopReason.CRASH)
     assert other.step("x")[1] == 1.0
 
@@ -505,80 +427,34 @@ def test_the_tasks_and_requests_of_an_asynchronous_program_end_with_its_episode(
     env.reset(options={"row": 1})
     assert env.step("x")[0] == "part"
     env.close()
-    wait_until(lambda: len(ended) == 3)
+    assert eventually(lambda: len(ended) == 3)
     env.reset(options={"row": 0})
     while not env.step("x")[2]:
         pass
-    wait_until(lambda: len(ended) == 6)
+    assert eventually(lambda: len(ended) == 6)
 
 
-def test_an_asynchronous_program_that_blocks_fails_and_later_ones_run(make, monkeypatch):
-    monkeypatch.setattr("gspo_envs.program.functions._PATIENCE", 0.2)
-    done = threading.Event()
-
-    async def blocks(task, base_url, api_key):
-        await ask_async(base_url, api_key, "x")
-        done.wait(60)
-
-    async def works(task, base_url, api_key):
-        await ask_async(base_url, api_key, "x")
-        return 1.0
-
-    try:
-        env = make(blocks, silence=0.5)
-        env.reset(seed=0)
-        with pytest.raises(EnvironmentHangError):
-            env.step("y")
-        other = make(works)
-        other.reset(seed=0)
-        assert other.step("y")[1] == 1.0
-    finally:
-        done.set()
-
-
-def test_what_a_program_leaves_behind_does_not_hold_up_its_end(make):
-    statuses = []
-
-    def stray(base_url, api_key):
-        statuses.append(ask(base_url, api_key, "stray")[0])
-
-    def program(task, base_url, api_key):
-        ask(base_url, api_key, "x")
-        threading.Thread(target=stray, args=(base_url, api_key)).start()
-        time.sleep(0.3)
-        return 1.0
-
-    env = make(program)
-    env.reset(seed=0)
-    observation, _, ended, _, _ = env.step("y")
-    while not ended:
-        assert observation == "stray"
-        observation, _, ended, _, _ = env.step("y")
-    wait_until(lambda: statuses)
-
-
-def test_sequential_programs_pass_the_check_of_environments():
+def test_sequential_programs_pass_the_check_of_environments(make):
     def program(task, base_url, api_key):
         messages = [{"role": "user", "content": task["question"]}]
         for _ in range(3):
-            message = ask(base_url, api_key, "", messages=messages)[1]["choices"][0]["message"]
-            content = message["content"] or "(call)"
+            content = say(base_url, api_key, "", messages=messages)["content"] or "(call)"
             messages += [
                 {"role": "assistant", "content": content},
                 {"role": "user", "content": f"You said {len(content)} characters."},
             ]
         return len(content) % 2
 
-    env = make_env("gspo/Program-v0", program=program, data=DATA, held_out=0)
-    assert check_env(env).score == "turns"
-    wait_until(lambda: not program_threads())
+    assert check_env(make(program)).score == "turns"
+    assert eventually(lambda: not program_threads())
 
 
 def test_a_command_gets_the_address_the_task_and_its_columns(make):
     code = """
-        said = ask(sys.argv[1])
-        print("noise")
-        print(json.dumps({"reward": said == task["answer"], "success": True}))
+        answer = ask(sys.argv[1])
+        sys.stderr.write("y" * 100_000)
+        print("noise" * 1_000_000)
+        print(json.dumps({"reward": answer == task["answer"], "success": True}))
     """
     env = make(command=[*python(code), "{question} {none}"])
     assert env.reset(options={"row": 1})[0] == "What is 1 + 1? {none}"
@@ -586,40 +462,24 @@ def test_a_command_gets_the_address_the_task_and_its_columns(make):
     assert (reward, terminated, info["success"]) == (1.0, True, True)
 
 
-def test_the_last_line_of_a_command_is_its_result_for_reward_functions(make):
-    env = make(
+def test_the_last_line_of_a_command_is_its_result_for_reward_functions(begin):
+    env = begin(
         command=python("print('the answer is', ask('x'))"),
         rewards=[lambda attempt: float(attempt.result == "the answer is 5")],
     )
-    env.reset(seed=0)
     assert env.step("5")[1] == 1.0
 
 
 @pytest.mark.parametrize("code", ["sys.exit(3)", "os.kill(os.getpid(), 9)", "raise ValueError(1)"])
-def test_another_exit_code_is_a_crash_with_the_end_of_standard_error(make, code):
-    env = make(command=python(f"ask('x')\nprint('why', file=sys.stderr)\n{code}"))
-    env.reset(seed=0)
+def test_another_exit_code_is_a_crash_with_the_end_of_standard_error(begin, code):
+    env = begin(command=python(f"ask('x')\nprint('why', file=sys.stderr)\n{code}"))
     with pytest.raises(EnvironmentCrashError, match="why"):
         env.step("y")
 
 
-def test_a_command_that_does_not_exist_is_a_crash(make):
+def test_a_command_that_does_not_exist_is_a_crash(begin):
     with pytest.raises(EnvironmentCrashError, match="no-such-program"):
-        make(command=["no-such-program"]).reset(seed=0)
-
-
-def test_a_command_that_prints_without_end_keeps_its_last_line(make):
-    code = """
-        ask("x")
-        for _ in range(100):
-            sys.stdout.write("x" * 1_000_000)
-            sys.stderr.write("y" * 100_000)
-        print()
-        print(0.5)
-    """
-    env = make(command=python(code))
-    env.reset(seed=0)
-    assert env.step("y")[1] == 0.5
+        begin(command=["no-such-program"])
 
 
 FORKS = """
@@ -634,33 +494,20 @@ FORKS = """
 """
 
 
-def is_alive(pid):
-    with contextlib.suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state not in "ZX"
-    return False
-
-
-def read_pids(path):
-    return [int(pid) for pid in path.read_text().split()]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("how", ["close", "reset", "end"])
-def test_the_processes_of_a_command_end_with_its_episode(make, tmp_path, how):
+def test_the_processes_of_a_command_end_with_its_episode(begin, tmp_path, how):
     path = tmp_path / "pids"
-    env = make(command=python(FORKS), data=[{"pids": str(path)}])
-    env.reset(seed=0)
-    pids = read_pids(path)
+    env = begin(command=python(FORKS), data=[{"pids": str(path)}])
+    pids = path.read_text().split()
     assert all(map(is_alive, pids))
-    if how == "close":
-        env.close()
-    elif how == "reset":
-        env.reset(seed=0)
-    else:
-        env.step("a")
-        env.step("b")
-    wait_until(lambda: not any(map(is_alive, pids)))
+    ends = {
+        "close": env.close,
+        "reset": env.reset,
+        "end": lambda: [env.step(text) for text in "ab"],
+    }
+    ends[how]()
+    assert eventually(lambda: not any(map(is_alive, pids)))
 
 
 TRAINER = """
@@ -676,29 +523,22 @@ time.sleep(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_processes_of_a_command_end_with_a_trainer_that_is_killed(tmp_path):
     path = tmp_path / "pids"
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(path), *python(FORKS)],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    with trainer:
+    command = [sys.executable, "-c", TRAINER, str(path), *python(FORKS)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as trainer:
         assert trainer.stdout.readline() == b"ready\n"
-        pids = read_pids(path)
+        pids = path.read_text().split()
         trainer.send_signal(signal.SIGKILL)
-    wait_until(lambda: not any(map(is_alive, pids)))
+    assert eventually(lambda: not any(map(is_alive, pids)))
 
 
-def test_an_environment_that_is_dropped_ends_its_program(make):
+def test_an_environment_that_is_dropped_ends_its_program():
     statuses = []
-
-    def program(task, base_url, api_key):
-        statuses.append(ask(base_url, api_key, "x")[0])
-
+    program = lambda task, **address: statuses.append(ask(text="x", **address)[0])  # noqa: E731
     env = make_env("gspo/Program-v0", program=program, data=DATA)
     env.reset(seed=0)
     del env
-    wait_until(lambda: statuses)
-    assert statuses == [410]
+    assert eventually(lambda: statuses == [410])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jails import eventually
 
 from gspo_env import format_tool_call, make_env
 from gspo_env.rollout.pool import EnvPool
@@ -54,14 +55,6 @@ def children(parent: int = 0) -> set[int]:
     return found
 
 
-def eventually(condition: Any) -> bool:
-    for _ in range(600):
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_a_query_that_takes_seconds_in_one_operation_does_not_hold_the_event_loop() -> None:
     async def play() -> None:
         pool = EnvPool(lambda: make_env("gspo/SQL-v0"))
@@ -84,7 +77,7 @@ def test_a_query_that_takes_seconds_in_one_operation_does_not_hold_the_event_loo
     ("sql", "reason"),
     [
         (PRINTF, "too much work"),
-        (f"SELECT 1 WHERE {PRINTF[7:]} = 'x'", "too much work"),
+        (COUNT.replace("LIMIT 60000", "") + "SELECT count(*) FROM c", "too much work"),
         (f"{COUNT}SELECT count(*) FROM c WHERE instr(printf('%3900c', 'x'), "
          "printf('%1900c', 'x') || 'b' || x)", "too much work"),
         (f"{COUNT}SELECT count(*) FROM (SELECT DISTINCT x, printf('%3900c', x) FROM c)",
@@ -104,18 +97,16 @@ def test_time_memory_and_output_of_a_query_are_bounded(
 
 
 def test_the_same_query_fails_in_the_same_way_each_time(database: Database) -> None:
-    def result(n: int) -> str:
-        sql = (
-            f"{COUNT}SELECT count(*) FROM (SELECT DISTINCT x, printf('%3900c', x) FROM c LIMIT {n})"
-        )
+    def fails(n: int) -> bool:
+        rows = f"SELECT DISTINCT x, printf('%3900c', x) FROM c LIMIT {n}"
         with contextlib.suppress(SQLError):
-            return str(database.query(sql))
-        return "failed"
+            return not database.query(f"{COUNT}SELECT count(*) FROM ({rows})")
+        return True
 
     sizes = range(2000, 12000, 1000)
-    once = [result(n) for n in sizes]
-    assert "failed" in once
-    assert once == [result(n) for n in sizes]
+    once = [fails(n) for n in sizes]
+    assert any(once)
+    assert once == [fails(n) for n in sizes]
 
 
 def test_only_what_can_take_long_runs_outside_the_event_loop() -> None:
@@ -141,26 +132,6 @@ def test_only_what_can_take_long_runs_outside_the_event_loop() -> None:
     env.close()
 
 
-def test_each_query_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    real = Database.query
-
-    def query(self: Database, sql: str, *values: str) -> Any:
-        ran.append(sql)
-        return real(self, sql, *values)
-
-    monkeypatch.setattr(Database, "query", query)
-    env: Any = make_env("gspo/SQL-v0")
-    env.reset(seed=0)
-    assert ran == []
-    gold = env.unwrapped._problem.gold
-    assert env.step(format_tool_call("query", {"sql": gold}))[1] == 0.2
-    assert ran == [gold]
-    assert env.step(f"<answer>{gold}</answer>")[0] == "correct"
-    assert ran == [gold] * 3  # the answer on both databases
-    env.close()
-
-
 def test_every_type_of_value_survives_the_way(database: Database) -> None:
     sql = "SELECT 9223372036854775807, -9223372036854775808, 1e999, 0.1 + 0.2, NULL, x'00ff', "
     sql += "'é\U0001f600', CAST(x'ff' AS TEXT)"
@@ -171,11 +142,11 @@ def test_every_type_of_value_survives_the_way(database: Database) -> None:
 
 def test_a_look_alike_of_a_tables_name_is_paid_once() -> None:
     env: Any = make_env("gspo/SQL-v0")
-    for seed in range(60):
-        env.reset(seed=seed)
+    env.reset(seed=0)
+    named: list[str] = []
+    while not named:
+        env.reset()
         named = [t for t in env.unwrapped._problem.tables if "k" in t]
-        if named:
-            break
     table = named[0].replace("k", "\N{KELVIN SIGN}")
     rewards = [env.step(format_tool_call("schema", {"table": table}))[1] for _ in range(3)]
     assert rewards == [0.1, 0.0, 0.0]

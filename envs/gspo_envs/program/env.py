@@ -233,7 +233,6 @@ class ProgramEnv(TextEnv):
         event = self._running.inbox.next(min(self.silence, self._seconds_left))
         self._seconds_left -= time.monotonic() - began
         if event is None:
-            self._running.run.look()
             return "timeout" if self._seconds_left <= 0 else "silence"
         return event
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import inspect
-import logging
 import os
 import threading
 import weakref
@@ -21,11 +21,6 @@ from gspo_envs.program.runs import Inbox, ProgramEnd, Run
 
 if TYPE_CHECKING:
     from gspo_env.serving import Session
-
-logger = logging.getLogger(__name__)
-
-_PATIENCE = 2.0
-"""Seconds in which the event loop has to answer before it counts as blocked."""
 
 
 def start_function(
@@ -81,18 +76,15 @@ class LoopRun(Run):
     def __init__(self, call: Callable[[], Any], inbox: Inbox) -> None:
         self._call, self._inbox = call, inbox
         self.tasks: weakref.WeakSet[asyncio.Future[Any]] = weakref.WeakSet()
-        self._loop = _Loop.shared()
+        with _LOCK:
+            self._loop = _shared_loop(os.getpid())
         self._over = False
-        self._loop.call(self._begin)
+        self._loop.call_soon_threadsafe(self._begin)
 
     def end(self) -> None:
         """Cancels the tasks that the function has made."""
         self._over = True
-        self._loop.call(self._cancel)
-
-    def look(self) -> None:
-        """Replaces the event loop for later programs if it is blocked."""
-        self._loop.look()
+        self._loop.call_soon_threadsafe(self._cancel)
 
     def _begin(self) -> None:
         if not self._over:
@@ -114,51 +106,24 @@ class LoopRun(Run):
 
 _OWNER: ContextVar[LoopRun | None] = ContextVar("_OWNER", default=None)
 """The program whose code runs; the tasks that it makes inherit it."""
+_LOCK = threading.Lock()
 
 
-class _Loop:
-    """An event loop in a daemon thread, which no exception of a task ends."""
+@functools.cache
+def _shared_loop(process: int) -> asyncio.AbstractEventLoop:
+    """Starts the event loop of a process, in a daemon thread; no exception of a task ends it."""
+    loop = asyncio.new_event_loop()
+    loop.set_task_factory(_make_task)
+    loop.set_default_executor(_DaemonThreads())
 
-    _current: tuple[int, _Loop] | None = None
-    _lock = threading.Lock()
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.loop.set_task_factory(_make_task)
-        self.loop.set_default_executor(_DaemonThreads())
-        threading.Thread(target=self._work, name="programs", daemon=True).start()
-
-    @classmethod
-    def shared(cls) -> _Loop:
-        """Returns the loop of this process."""
-        with cls._lock:
-            if cls._current is None or cls._current[0] != os.getpid():
-                cls._current = os.getpid(), cls()
-            return cls._current[1]
-
-    def call(self, function: Callable[[], None]) -> None:
-        self.loop.call_soon_threadsafe(function)
-
-    def look(self) -> None:
-        """Lets later programs have a new loop if this one does not answer."""
-        answered = threading.Event()
-        self.call(answered.set)
-        if answered.wait(_PATIENCE):
-            return
-        with self._lock:
-            if self._current is None or self._current[1] is not self:
-                return
-            type(self)._current = None
-        logger.error(
-            "An asynchronous program blocks its event loop, which all asynchronous programs share; "
-            "those that run now fail, later ones get a new loop. Make it a plain function."
-        )
-
-    def _work(self) -> None:
-        asyncio.set_event_loop(self.loop)
+    def work() -> None:
+        asyncio.set_event_loop(loop)
         while True:
             with contextlib.suppress(BaseException):  # a task's SystemExit or KeyboardInterrupt
-                self.loop.run_forever()
+                loop.run_forever()
+
+    threading.Thread(target=work, name="programs", daemon=True).start()
+    return loop
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> Any:

@@ -127,6 +127,3 @@ class Run:
 
     def end(self) -> None:
         """Asks it to end, without waiting; does nothing where that is not possible."""
-
-    def look(self) -> None:
-        """Looks why it has been silent for too long, where that can be found out."""
