@@ -47,10 +47,10 @@ def imprisoned(parent: int = 0) -> list[str]:
 
 def eventually(condition: Any) -> bool:
     """Whether a condition becomes true within 30 seconds."""
-    for _ in range(300):
+    for _ in range(1500):
         if condition():
             return True
-        time.sleep(0.1)
+        time.sleep(0.02)
     return False
 
 

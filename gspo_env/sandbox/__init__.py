@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -181,15 +181,8 @@ def find_missing() -> str | None:
     """Names what this machine lacks to isolate code; None if a trial run was isolated."""
     if sys.platform != "linux":
         return f"Linux namespaces (this is {sys.platform})"
-    probe = Sandbox(seconds=20.0, cpu_seconds=20)
-    try:
-        result = _run(probe, Path(_FOLDER, "probe.py").read_text(), "", False, True)
-    except SandboxUnavailableError as error:
-        return str(error)
-    if result.stdout == "isolated\n":
-        return None
-    output = (result.stdout or result.stderr).strip()
-    return f"a trial run was not isolated: {output or f'it ended with {result.exit_code}'}"
+    box = Sandbox(seconds=_TRIAL_SECONDS, cpu_seconds=20)
+    return _try_out(lambda code: _run(box, code, "", False, True))
 
 
 @functools.cache
@@ -197,18 +190,28 @@ def find_missing_for_commands() -> str | None:
     """Names what this machine lacks to isolate commands; None if a trial was isolated."""
     if (missing := find_missing()) is not None:
         return missing
-    trial = [os.path.realpath(getattr(sys, "_base_executable", sys.executable)), "-I", "-S", "-"]
-    box = Sandbox(cpu_seconds=20, memory_mib=512, processes=4, readable=(trial[0],))
-    code = Path(_FOLDER, "probe.py").read_text()
+    command = [os.path.realpath(getattr(sys, "_base_executable", sys.executable)), "-I", "-S", "-"]
+    box = Sandbox(cpu_seconds=20, memory_mib=512, processes=4, readable=(command[0],))
+
+    def trial(code: str) -> CommandEnd:
+        with jailed(box, command, code, {}, PORT) as started:
+            if (end := started.wait(_TRIAL_SECONDS)) is None:
+                raise SandboxUnavailableError("a trial command did not end")
+            return end
+
+    return _try_out(trial)
+
+
+def _try_out(trial: Callable[[str], SandboxResult | CommandEnd]) -> str | None:
+    """Runs the probe; returns why it was not isolated."""
     try:
-        with jailed(box, trial, code, {}, PORT) as started:
-            ended = started.wait(_TRIAL_SECONDS)
+        result = trial(Path(_FOLDER, "probe.py").read_text())
     except SandboxUnavailableError as error:
         return str(error)
-    if ended is not None and ended.stdout == "isolated\n":
+    if result.stdout == "isolated\n":
         return None
-    output = "it did not end" if ended is None else (ended.stdout or ended.stderr).strip()
-    return f"a trial command was not isolated: {output or 'it printed nothing'}"
+    output = (result.stdout or result.stderr).strip()
+    return f"a trial was not isolated: {output or 'it printed nothing'}"
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from pathlib import Path
 
 import gymnasium
 import pytest
@@ -205,17 +204,6 @@ def test_act_answers_as_an_episode_of_the_same_task_does():
 def test_act_without_a_conversation_is_refused():
     with pytest.raises(ConfigError, match="act has no conversation"):
         GSPOAgent(config=tiny()).act("hello")
-
-
-def test_the_readme_shows_what_works(capsys):
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    (block,) = (b for b in readme.split("```") if b.startswith("python") and "agent.play" in b)
-    config = 'Config.from_recipe("tiny", seed=3, steps=10)'
-    assert config in block
-    names = {"TINY": tiny(seed=3)}
-    exec(block.removeprefix("python").replace(config, "TINY"), names)
-    assert [step for step, _ in names["history"]] == [0, 1, 2, 2, 3, 3]
-    assert "gspo/Lookup-v0, seed 7" in capsys.readouterr().out
 
 
 def use(agent):

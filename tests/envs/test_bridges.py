@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,23 @@ from gspo_env.seeding import HELD_OUT
 
 pytestmark = pytest.mark.adapters
 
+SYSTEM = {"role": "system", "content": "End with '#### ANSWER'."}
 SUMS = [
     {
-        "prompt": [
-            {"role": "system", "content": "End with '#### ANSWER'."},
-            {"role": "user", "content": f"What is {n} + 1?"},
-        ],
+        "prompt": [SYSTEM, {"role": "user", "content": f"What is {n} + 1?"}],
         "reward_spec": {"method": "rule", "ground_truth": str(n + 1)},
         "reward_model": {"ground_truth": str(n + 1)},
         "extra_info": {},
     }
     for n in range(20)
 ]
+
+
+def check_rows(env):
+    """The numbers of training and evaluation rows, and those that are both."""
+    rows = {env.reset(seed=seed)[1]["row"] for seed in range(400)}
+    held = {env.reset(seed=seed)[1]["row"] for seed in range(HELD_OUT, HELD_OUT + 200)}
+    return len(rows), len(held), rows & held
 
 
 class TestSkyRL:
@@ -44,9 +48,7 @@ class TestSkyRL:
         assert env.step(f"#### {info['row'] + 1}")[1:4] == (1.0, True, False)
         env.reset(seed=3)
         assert env.step("#### 99")[1:4] == (0.0, True, False)
-        rows = {env.reset(seed=seed)[1]["row"] for seed in range(200)}
-        held = {env.reset(seed=seed)[1]["row"] for seed in range(HELD_OUT, HELD_OUT + 99)}
-        assert (len(rows), len(held), rows & held) == (18, 2, set())
+        assert check_rows(env) == (18, 2, set())
 
     def test_a_game_of_several_turns_pays_each_and_ends_by_its_own_limit_or_ours(self):
         env = self.make("gsm8k_multi_turn", max_turns=3)
@@ -57,29 +59,6 @@ class TestSkyRL:
         assert info["skyrl_metrics"] == {"steps": 1}
         assert env.step("hm")[1:4] == (0.0, False, False)
         assert env.step("#### 5")[1:4] == (1.0, True, False)
-
-    def test_a_database_is_queried_over_several_turns(self, tmp_path):
-        folder = tmp_path / "spider" / "database" / "shop"
-        folder.mkdir(parents=True)
-        with sqlite3.connect(folder / "shop.sqlite") as database:
-            database.execute("create table price (item text, euros integer)")
-            database.execute("insert into price values ('tea', 3), ('jam', 4)")
-        gold = "select euros from price where item = 'tea'"
-        row = {
-            "prompt": [{"role": "user", "content": "What is tea?"}],
-            "db_id": "shop",
-            "data": "spider",
-            "reward_spec": {"ground_truth": gold},
-        }
-        env = self.make("text2sql", [row], config={"db_path": str(tmp_path)}, max_turns=4)
-        env.reset(seed=0)
-        observation, reward, terminated, _, _ = env.step(
-            "<think>look</think><sql>" + gold + "</sql>"
-        )
-        assert "3" in observation
-        assert (reward, terminated) == (0.0, False)
-        step = env.step(f"<think>so</think><solution>{gold}</solution>")
-        assert step[1:3] == (1.0, True)
 
     def test_an_environment_of_ones_own_and_what_does_not_fit(self, tmp_path):
         path = tmp_path / "mine.py"
@@ -174,9 +153,7 @@ class TestVerifiers:
 
     def test_the_seed_picks_the_task_and_evaluation_has_its_own(self, file):
         env = self.make(f"{file}:Sums", config={"count": 40}, held_out=0.25)
-        rows = {env.reset(seed=seed)[1]["row"] for seed in range(400)}
-        held = {env.reset(seed=seed)[1]["row"] for seed in range(HELD_OUT, HELD_OUT + 200)}
-        assert (len(rows), len(held), rows & held) == (30, 10, set())
+        assert check_rows(env) == (30, 10, set())
 
     @pytest.mark.parametrize(
         ("taskset", "message"),
@@ -242,10 +219,8 @@ class TestVerifiers:
 
     def test_an_environment_of_several_agents_is_refused(self, game, tmp_path):
         path = next(tmp_path.glob("guess_game_*.py"))
-        path.with_name("two_players.py").write_text(
-            path.read_text().replace(
-                "    player:", "    judge: vf.AgentConfig = vf.AgentConfig()\n    player:"
-            )
-        )
+        judge = "    judge: vf.AgentConfig = vf.AgentConfig()\n"
+        text = path.read_text().replace("    player:", f"{judge}    player:")
+        path.with_name("two_players.py").write_text(text)
         with pytest.raises(ConfigError, match=r"GuessEnv has the agents \['judge', 'player'\]"):
             self.make("two_players")

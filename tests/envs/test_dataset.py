@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from tokenizers import Tokenizer, processors
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForSequenceClassification
+from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.check.environment import check_env
@@ -21,7 +21,7 @@ from gspo_env.env.base import Action
 from gspo_env.env.info import parse_reset, read_prompt
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
-from gspo_env.recipes.build import build_tokenizer
+from gspo_env.recipes.build import build_model, build_tokenizer
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.seeding import HELD_OUT
 from gspo_envs.data.rewards import Attempt, RewardModel, Rewards, conversation_encoder, load_reward
@@ -129,11 +129,7 @@ def test_functions_of_every_kind_are_weighted_summed_and_named(mine):
     parts = {"exact_match": 1.0, "short": 1.0, "trl_exact": 1.0, "trl_maybe": 0.5}
     assert (reward, terminated, info["reward_parts"]) == (4.0, True, parts)
     env.reset(options={"row": 7})
-    _, reward, _, _, info = env.step("what?")
-    assert (reward, info["reward_parts"]) == (
-        0.0,
-        {"exact_match": 0.0, "short": 0.0} | {"trl_exact": 0.0},
-    )
+    assert env.step("what?")[4]["reward_parts"] == dict.fromkeys(names[:3], 0.0)
     assert make(rewards=f"{mine}:short").get_wrapper_attr("blocking") is True
     assert make().get_wrapper_attr("blocking") is False
     assert make(blocking=True).get_wrapper_attr("blocking") is True
@@ -152,13 +148,8 @@ def test_a_trl_function_gets_messages_where_the_prompt_is_a_chat():
     assert env.reset(seed=0)[0] == "Hi"
     assert env.get_wrapper_attr("system_prompt") == "Be brief."
     assert env.step(Action("Hello", (4, 5)))[1] == 1.0
-    assert seen == {
-        "p": [chat],
-        "c": [[{"role": "assistant", "content": "Hello"}]],
-        "ids": [[4, 5]],
-        "s": ["web"],
-        "t": None,
-    }
+    answer = [{"role": "assistant", "content": "Hello"}]
+    assert seen == {"p": [chat], "c": [answer], "ids": [[4, 5]], "s": ["web"], "t": None}
 
 
 CHAT = [
@@ -176,10 +167,8 @@ def test_the_messages_of_a_chat_are_the_context_of_its_last_answer(chat):
     assert (observation, info["messages"]) == ("three", CHAT[1:3])
     assert env.unwrapped.expert_action() == "four"
     ids = chat.start(observation, read_prompt(env, parse_reset("x", (observation, info))[1]))
-    rendered = chat.tokenizer.apply_chat_template(
-        CHAT[:4], tokenize=False, add_generation_prompt=True
-    )
-    assert chat.decode_all(ids) == rendered
+    flags = {"tokenize": False, "add_generation_prompt": True}
+    assert chat.decode_all(ids) == chat.tokenizer.apply_chat_template(CHAT[:4], **flags)
     assert env.step("four")[1:3] == (1.0, True)
 
 
@@ -243,22 +232,15 @@ def test_rows_without_a_chat_are_refused_by_name(row, message):
         make([row]).reset(seed=0)
 
 
-def test_a_broken_line_is_named(tmp_path):
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt"\n')
-    with pytest.raises(ConfigError, match="line 2"):
-        make(str(path))
-
-
 def test_a_reward_that_is_no_number_breaks_the_contract_and_a_crash_is_its_own(mine):
-    env = make(rewards=f"{mine}:broken")
-    env.reset(seed=0)
-    with pytest.raises(EnvironmentContractError, match="broken answered 'very good'"):
-        env.step("3")
-    env = make(rewards=f"{mine}:crash")
-    env.reset(seed=0)
-    with pytest.raises(RuntimeError, match="no judge today"):
-        env.step("3")
+    for name, error, words in (
+        ("broken", EnvironmentContractError, "broken answered 'very good'"),
+        ("crash", RuntimeError, "no judge today"),
+    ):
+        env = make(rewards=f"{mine}:{name}")
+        env.reset(seed=0)
+        with pytest.raises(error, match=words):
+            env.step("3")
 
 
 def test_it_keeps_the_contract(tmp_path):
@@ -273,17 +255,8 @@ def model_folder(tmp_path_factory):
     """A tiny classifier with random weights, saved in Hugging Face format."""
     folder = tmp_path_factory.mktemp("models") / "tiny-judge"
     tokenizer = build_tokenizer([row["prompt"] for row in SUMS])
-    shape = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_labels=1,
-        max_position_embeddings=64,
-    )
+    shape = build_model(Tiny(hidden_size=32), len(tokenizer), tokenizer.eos_token_id, 0).config
+    shape.num_labels, shape.max_position_embeddings = 1, 64
     torch.manual_seed(0)
     Qwen3ForSequenceClassification(shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -354,17 +327,6 @@ def test_a_reward_model_without_a_chat_template_reads_its_special_tokens_only_at
     ids = conversation_encoder(bare, most=8)(attempt("the [SEP] answer [CLS]"))
     assert len(ids) == 8
     assert [i for i in ids if i in control] == [ids[0], ids[-1]] == [i for _, i in ends]
-
-
-def test_a_failing_reward_model_fails_its_episodes_and_serves_the_next(model_folder):
-    judge_model = RewardModel(model_folder)
-    fail = judge_model.model.register_forward_pre_hook(lambda m, a: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        judge_model(attempt("3"))
-    fail.remove()
-    assert judge_model(attempt("3")) == pytest.approx(
-        judge_model.score([judge_model._encode(attempt("3"))])[0]
-    )
 
 
 def test_models_that_cannot_be_rewards_are_refused(model_folder, tmp_path):
@@ -439,6 +401,7 @@ def test_files_of_every_kind_give_their_rows(tmp_path, name):
         ("x.csv", b"", "has no rows"),
         ("x.jsonl", b"\xff", "cannot be read"),
         ("x.jsonl", b"[" * 100_000, "line 1"),
+        ("x.jsonl", b'{"prompt": "a"}\n{"prompt"\n', "line 2"),
         ("x.txt", b"hello", "is of no known kind, expected .jsonl"),
     ],
 )

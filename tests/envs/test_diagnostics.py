@@ -93,7 +93,6 @@ def test_the_bait_pays_more_at_once_and_less_in_the_end():
         ("Recurring", {"rooms": 2}),
         ("Density", {"turns": 0}),
         ("Density", {"density": 0.0}),
-        ("Density", {"density": 1.5}),
         ("Density", {"noise": -1.0}),
         ("Density", {"delay": 16}),
     ],
@@ -123,20 +122,12 @@ def test_the_density_is_the_share_of_turns_whose_word_changes_the_expected_rewar
 
 def test_routine_turns_pay_noise_of_mean_zero_that_no_word_escapes():
     env = make_env("gspo/Density-v0", turns=8, density=0.25, noise=0.5)
+    assert play(env, ["red"] * 8, 7) != play(env, ["gold"] * 8, 7)
     routine = [k for k in range(8) if k not in env.unwrapped.decisions]
     for words in (["red"] * 8, ["blue"] * 8, ["none of them"] * 8):
         noise = [play(env, words, seed)[k][1] for seed in range(100) for k in routine]
         assert set(noise) == {0.25, -0.25}
         assert abs(sum(noise)) / len(noise) < 0.04
-
-
-def test_the_noise_of_two_episodes_of_a_task_differs_where_their_words_do():
-    env = make_env("gspo/Density-v0", turns=16, density=1 / 16)
-    first, second = (
-        [step[1] for step in play(env, [word, *["red"] * 15], seed=7)] for word in ("red", "gold")
-    )
-    agree = sum(a == b for a, b in zip(first, second, strict=True))
-    assert 2 <= agree <= 14
 
 
 def test_a_delay_moves_rewards_and_keeps_their_sum():

@@ -12,13 +12,7 @@ from gspo_env import format_tool_call, make_env
 from gspo_env.env.info import ParsedStep, parse_reset, parse_step
 from gspo_env.errors import ConfigError, EnvironmentContractError
 
-IDS = [
-    "gspo/Calculator-v0",
-    "gspo/GuessNumber-v0",
-    "gspo/Lookup-v0",
-    "gspo/SQL-v0",
-    "gspo/Wordle-v0",
-]
+IDS = [f"gspo/{n}-v0" for n in ("Calculator", "GuessNumber", "Lookup", "SQL", "Wordle")]
 
 
 def play(env: Any, seed: int, noise: float = 0.0) -> tuple[str, list[ParsedStep]]:
@@ -140,38 +134,22 @@ def test_impossible_options_are_an_error(env_id: str, options: dict[str, Any]) -
 
 
 KEYED = {
-    "gspo/Wordle-v0": {},
-    "gspo/GuessNumber-v0": {},
     "gspo/Calculator-v0": {"operations": 1},
-    "gspo/Recurring-v0": {},
-    "gspo/VariableLength-v0": {},
     "gspo/Additive-v0": {"turns": 2},
-    "gspo/KeyDoor-v0": {},
-    "gspo/Misleading-v0": {},
     "gspo/GymText-v0": {"env": "FrozenLake-v1", "is_slippery": False},
-    "gspo/Lookup-v0": {},
-    "gspo/SQL-v0": {},
 }
+NAMES = ("Wordle", "GuessNumber", "Recurring", "VariableLength", "KeyDoor", "Lookup", "SQL")
 
 
-@pytest.mark.parametrize("env_id", KEYED)
-def test_seeds_with_the_same_task_key_play_the_same_task(env_id: str) -> None:
-    env: Any = make_env(env_id, **KEYED[env_id])
-    by_key: dict[str | None, int] = {}
-    episodes: set[str] = set()
-    repeats = 0
+@pytest.mark.parametrize("env_id", [*KEYED, *(f"gspo/{name}-v0" for name in NAMES)])
+def test_seeds_have_the_same_task_key_if_and_only_if_they_play_the_same_task(env_id: str) -> None:
+    env: Any = make_env(env_id, **KEYED.get(env_id, {}))
+    seeds: dict[str, list[int]] = {}
     for seed in range(80):
-        key = parse_reset("x", env.reset(seed=seed))[1].task_key
-        assert key is not None
-        assert parse_reset("x", env.reset(seed=seed))[1].task_key == key
-        if key in by_key:
-            repeats += 1
-            assert play(env, seed) == play(env, by_key[key])
-        else:
-            by_key[key] = seed
-    if repeats == 0:  # too many tasks for two equal ones: then episodes differ too
-        episodes = {repr(play(env, seed)) for seed in list(by_key.values())[:20]}
-        assert len(episodes) == 20
+        seeds.setdefault(env.reset(seed=seed)[1]["task_key"], []).append(seed)
+    episodes = [{repr(play(env, seed)) for seed in same[:5]} for same in list(seeds.values())[:20]]
+    assert all(len(same) == 1 for same in episodes)
+    assert len(set().union(*episodes)) == len(episodes)
 
 
 @pytest.mark.parametrize(

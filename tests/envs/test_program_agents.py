@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -12,8 +11,6 @@ import pytest
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
-from gspo_env.env.registration import make_env
-from gspo_env.env.tools import format_tool_call
 from gspo_env.recipes.base import Recipe
 from gspo_env.registry import load_module
 from gspo_env.types import Task
@@ -38,32 +35,12 @@ def kwargs(form, tmp_path):
 
 
 @forms
-def test_an_agent_asks_as_the_native_environment_does(form, kwargs):
-    env = make_env("gspo/Program-v0", **kwargs)
-    task = TASKS.make_task(3)
-    text, info = env.reset(options={"row": 3})
-    assert text == task["question"]
-    assert [m.role for m in info["messages"]] == ["system", "user"]
-    assert [tool.name for tool in info["tools"]] == ["lookup"]
-    words = [text.split('"')[1], *task["path"]]
-    for before, word in itertools.pairwise(words):
-        assert env.step(format_tool_call("lookup", {"key": before}))[0] == word
-    _, reward, terminated, _, info = env.step(f"<answer>{words[-1]}</answer>")
-    assert (terminated, info["success"]) == (True, True)
-    assert reward == pytest.approx(1.0 + 0.2 * len(task["path"]))
-    env.close()
-
-
-@forms
 def test_an_agent_plays_the_native_episode_id_by_id(form, kwargs, player):
     played = []
-    for env, given in (
-        (STUDY.NATIVE["native-end"], {"data": kwargs["data"]}),
-        ("gspo/Program-v0", kwargs),
-    ):
-        config = Config.from_recipe(
-            Recipe(), env=env, env_kwargs=given, rollout=STUDY.LIMITS, tracker="none"
-        )
+    native = STUDY.NATIVE["native-end"], {"data": kwargs["data"]}
+    for env, arguments in (native, ("gspo/Program-v0", kwargs)):
+        settings = {"env": env, "env_kwargs": arguments, "tracker": "none"}
+        config = Config.from_recipe(Recipe(), rollout=STUDY.LIMITS, **settings)
         agent = GSPOAgent(player.model, config=config, tokenizer=player.tokenizer)
         tasks = [Task(env_id=agent.env_id, seed=n, options={"row": n}) for n in range(6)]
         played.append([e for group in agent.evaluate(tasks, 2) for e in group.episodes])
@@ -77,17 +54,10 @@ def test_an_agent_plays_the_native_episode_id_by_id(form, kwargs, player):
 @forms
 def test_two_steps_of_training(form, kwargs, player, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = Config.from_recipe(
-        Recipe(),
-        env="gspo/Program-v0",
-        env_kwargs=kwargs,
-        steps=2,
-        tasks_per_step=2,
-        eval_every=0,
-        eval_tasks=2,
-        rollout={"group_size": 2, "max_turn_tokens": 32, "max_context": 512},
-        tracker="none",
-    )
+    env = {"env": "gspo/Program-v0", "env_kwargs": kwargs, "tracker": "none"}
+    rollout = {"group_size": 2, **STUDY.LIMITS}
+    counts = {"steps": 2, "tasks_per_step": 2, "eval_every": 0, "eval_tasks": 2}
+    config = Config.from_recipe(Recipe(), rollout=rollout, **env, **counts)
     agent = GSPOAgent(copy.deepcopy(player.model), config=config, tokenizer=player.tokenizer)
     metrics = [m for _, m in agent.train() if "train/loss" in m]
     assert len(metrics) == 2

@@ -220,9 +220,7 @@ def test_the_examples_of_agents_run_in_it(make):
     agent = Path(__file__).parents[2] / "examples" / "agents" / "lookup.js"
     data = [{"prompt": "p", "question": "q", "links": {"a": "b"}}]
     env = make(
-        command=["node", str(agent)],
-        data=data,
-        env={"NODE_OPTIONS": "--disable-wasm-trap-handler"},
+        command=["node", str(agent)], data=data, env={"NODE_OPTIONS": "--disable-wasm-trap-handler"}
     )
     assert env.reset(seed=0)[0] == "q"
     call = '<tool_call>{"name": "lookup", "arguments": {"key": "a"}}</tool_call>'

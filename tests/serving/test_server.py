@@ -11,12 +11,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx2 as httpx
 import pytest
+from jails import eventually
 from serving_policy import Policy
 
 from gspo_env.errors import ConfigError
@@ -26,14 +26,6 @@ from gspo_env.types import Message
 
 HI = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 DONE = Reply(message=Message(role="assistant", content="done"))
-
-
-def until(condition, seconds=10.0):
-    """Waits until a condition holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def post(client, path="/chat/completions", body=HI, **more):
@@ -92,15 +84,10 @@ def test_one_session_does_not_see_the_answers_of_another(opened):
 
 def test_the_end_of_a_session_ends_its_open_requests(opened):
     futures = []
-
-    def answer(request):
-        futures.append(Future())
-        return futures[-1]
-
-    client = opened(answer)
+    client = opened(lambda request: futures.append(Future()) or futures[-1])
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(post, client)
-        until(lambda: futures)
+        assert eventually(lambda: futures)
         client.session.close()
         assert waiting.result().status_code == 410
     assert futures[0].cancelled()
@@ -108,15 +95,10 @@ def test_the_end_of_a_session_ends_its_open_requests(opened):
 
 def test_a_program_that_hangs_up_cancels_its_request(opened):
     futures = []
-
-    def answer(request):
-        futures.append(Future())
-        return futures[-1]
-
-    client = opened(answer)
+    client = opened(lambda request: futures.append(Future()) or futures[-1])
     with pytest.raises(httpx.TimeoutException):
         post(client, timeout=0.2)
-    until(lambda: futures[0].cancelled())
+    assert eventually(lambda: futures[0].cancelled())
 
 
 def test_many_programs_at_once_and_nothing_is_left(address):
@@ -136,7 +118,7 @@ def test_many_programs_at_once_and_nothing_is_left(address):
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(play, range(64))) == [[200] * 3] * 64
     state = address._server.server_state
-    until(lambda: not state.connections and not state.tasks)
+    assert eventually(lambda: not state.connections and not state.tasks)
     assert not address._sessions
     assert threading.active_count() <= before + 1
 
@@ -154,7 +136,7 @@ def test_the_end_of_a_session_leaves_an_idle_connection_to_the_next_one_of_its_c
                 stream = got.extensions["network_stream"]
                 ports.append(stream.get_extra_info("client_addr"))
                 session.close()
-                until(lambda session=session: not session.connections)
+                assert eventually(lambda session=session: not session.connections)
         assert len(set(ports)) == 1
 
 
@@ -179,12 +161,12 @@ def test_an_idle_connection_makes_room_for_a_new_one(opened, address, monkeypatc
     idle = opened(Policy())
     assert post(idle).status_code == 200
     with monkeypatch.context() as patch, raw(idle.session, b"POST ") as silent:
-        until(lambda: len(state.connections) >= 2)
+        assert eventually(lambda: len(state.connections) >= 2)
         patch.setattr(connection, "MOST", 1)
         assert post(opened(Policy())).status_code == 200
         assert post(opened(Policy())).status_code == 200
         assert closed(silent)
-    until(lambda: len(state.connections) <= 2)
+    assert eventually(lambda: len(state.connections) <= 2)
 
 
 @pytest.mark.parametrize(
@@ -296,11 +278,9 @@ def head(session, *lines):
 
 def closed(resource):
     """Returns whether the server ends a connection."""
-    try:
+    with contextlib.suppress(ConnectionError):
         while resource.recv(65536):
             pass
-    except ConnectionError:
-        pass
     return True
 
 
@@ -324,17 +304,17 @@ def test_a_stream_that_is_never_read_ends_with_a_limit(opened, address, monkeypa
     session = opened(Policy("x" * 20_000_000)).session
     body = json.dumps({**HI, "stream": True}).encode()
     with raw(session, head(session, f"Content-Length: {len(body)}") + body):
-        until(lambda: session.connections)
-        until(lambda: not session.connections)
+        assert eventually(lambda: session.connections)
+        assert eventually(lambda: not session.connections)
 
 
 def test_a_stream_that_is_never_read_ends_with_its_session(opened):
     session = opened(Policy("x" * 20_000_000)).session
     body = json.dumps({**HI, "stream": True}).encode()
     with raw(session, head(session, f"Content-Length: {len(body)}") + body):
-        until(lambda: session.connections)
+        assert eventually(lambda: session.connections)
         session.close()
-        until(lambda: not session.connections)
+        assert eventually(lambda: not session.connections)
 
 
 def test_connections_are_limited(opened, address, monkeypatch):
@@ -343,13 +323,12 @@ def test_connections_are_limited(opened, address, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(connection, "MOST", 3)
         resource = [raw(client.session, b"") for _ in range(6)]
-        until(
-            lambda: len(select.select(resource, [], [], 0)[0]) == 3
-        )  # the server has closed three
+        # the server has closed three
+        assert eventually(lambda: len(select.select(resource, [], [], 0)[0]) == 3)
         assert len(state.connections) <= 3
         for one in resource:
             one.close()
-    until(lambda: not state.connections)
+    assert eventually(lambda: not state.connections)
     assert post(client).status_code == 200
 
 

@@ -136,11 +136,6 @@ class RowEnv(ForeignEnv):
     _rows: TaskRows
     _seed: int | None = None
 
-    @property
-    def num_tasks(self) -> int:  # type: ignore[override]
-        """The number of rows."""
-        return len(self._rows)
-
     @abstractmethod
     def open(self, row: Any, index: int, seed: int) -> Any:
         """Begins an episode of a row and returns its chat."""

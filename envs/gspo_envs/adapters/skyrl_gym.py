@@ -57,6 +57,7 @@ class SkyRLEnv(RowEnv):
         omegaconf = load("omegaconf", "SkyRL-Gym", "skyrl-gym")
         self._config = omegaconf.OmegaConf.create(dict(config or {}))
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
+        self.num_tasks = len(self._rows)
         self._game: Any = None
 
     def open(self, row: Any, index: int, seed: int) -> Any:

@@ -74,6 +74,7 @@ class DatasetEnv(ToolEnv):
         super().__init__(max_turns)
         self.rewards = Rewards("Dataset", rewards, weights)
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
+        self.num_tasks = len(self._rows)
         self.reply = load_function(reply, "reply") if isinstance(reply, str) else reply
         waits = bool(self.reply) or self.rewards.waits
         self.blocking = waits if blocking is None else blocking
@@ -84,11 +85,6 @@ class DatasetEnv(ToolEnv):
     def gives_reward(self) -> bool | None:  # type: ignore[override]
         """False without reward functions; not known of a subclass, which may have other rewards."""
         return None if self.rewards or type(self) is not DatasetEnv else False
-
-    @property
-    def num_tasks(self) -> int:  # type: ignore[override]
-        """The number of rows."""
-        return len(self._rows)
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Picks a row; `options={"row": 3}` selects row 3.

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from gspo_env.errors import ConfigError, GspoEnvError
 from gspo_env.runtime.processes import Guard, spawn_reporting
 from gspo_env.sandbox import PORT, CommandEnd, JailedCommand, Sandbox, wait_for_end
 from gspo_envs.data.rows import as_json
-from gspo_envs.program.runs import Inbox, ProgramEnd, Run
+from gspo_envs.program.runs import Inbox, ProgramEnd
 
 if TYPE_CHECKING:
     from gspo_env.serving import Session
@@ -39,8 +39,16 @@ _MAX_INPUT = 1 << 26
 """Bytes of the task that a command reads."""
 
 
-class CommandRun(Run):
-    """A command that plays one episode.
+def start_command(
+    command: Sequence[str],
+    box: Sandbox | None,
+    task: Mapping[str, Any],
+    *,
+    session: Session,
+    inbox: Inbox,
+    variables: Mapping[str, str],
+) -> Callable[[], None]:
+    """Starts a command that plays one episode.
 
     In the sandbox it reaches the address of its session and nothing else. Outside it has a process
     group of its own.
@@ -53,31 +61,31 @@ class CommandRun(Run):
         inbox: Gets the end of the command.
         variables: Additional environment variables.
 
+    Returns:
+        Ends all of its processes.
+
     Raises:
         ConfigError: The task has what JSON does not.
     """
+    start: Any
+    if box is None:
+        start = partial(_start_on_host, variables=_host_environment(session, variables))
+    else:
+        inner = session.environment(f"http://127.0.0.1:{PORT}")
+        start = partial(box.start, variables={**variables, **inner})
+    start = partial(start, fill(command, task), stdin=clean(_as_json(task)))
+    run = _CommandRun(session, inbox)
+    threading.Thread(target=run.work, args=(start,), name="program", daemon=True).start()
+    return run.end
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        box: Sandbox | None,
-        task: Mapping[str, Any],
-        *,
-        session: Session,
-        inbox: Inbox,
-        variables: Mapping[str, str],
-    ) -> None:
+
+class _CommandRun:
+    """A command and its end."""
+
+    def __init__(self, session: Session, inbox: Inbox) -> None:
         self._session, self._inbox = session, inbox
         self._lock, self._over = threading.Lock(), False
         self._command: JailedCommand | _HostCommand | None = None
-        start: Any
-        if box is None:
-            start = partial(_start_on_host, variables=_host_environment(session, variables))
-        else:
-            inner = session.environment(f"http://127.0.0.1:{PORT}")
-            start = partial(box.start, variables={**variables, **inner})
-        start = partial(start, fill(command, task), stdin=clean(_as_json(task)))
-        threading.Thread(target=self._work, args=(start,), name="program", daemon=True).start()
 
     def end(self) -> None:
         """Ends all of its processes."""
@@ -86,7 +94,8 @@ class CommandRun(Run):
             if self._command is not None:
                 self._command.end()
 
-    def _work(self, start: Any) -> None:
+    def work(self, start: Any) -> None:
+        """Runs the command."""
         try:
             with start() as command:
                 with self._lock:

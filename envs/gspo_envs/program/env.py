@@ -31,10 +31,10 @@ from gspo_env.registry import load_function
 from gspo_env.types import Message
 from gspo_envs.data.rewards import Rewards
 from gspo_envs.data.rows import TaskRows, begin_chat
-from gspo_envs.program.commands import CommandRun, read_sandbox
+from gspo_envs.program.commands import read_sandbox, start_command
 from gspo_envs.program.functions import start_function
 from gspo_envs.program.rewards import Exchange, read_result, to_attempt
-from gspo_envs.program.runs import PendingRequest, ProgramEnd, Run, RunningProgram
+from gspo_envs.program.runs import PendingRequest, ProgramEnd, RunningProgram
 
 if TYPE_CHECKING:
     from gspo_env.serving import Reply
@@ -130,12 +130,8 @@ class ProgramEnv(TextEnv):
         self._ends = _read_ends(ends)
         self.rewards = Rewards("Program", rewards, weights)
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
+        self.num_tasks = len(self._rows)
         self._running: RunningProgram | None = None
-
-    @property
-    def num_tasks(self) -> int:  # type: ignore[override]
-        """The number of rows."""
-        return len(self._rows)
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Picks a row, starts the program and waits for its first request.
@@ -305,7 +301,7 @@ def _read_program(
     command: Sequence[str],
     variables: dict[str, str],
     sandbox: bool | Mapping[str, Any],
-) -> Callable[..., Run]:
+) -> Callable[..., Callable[[], None]]:
     """Returns what starts the program, given a task, a session and an inbox.
 
     Raises:
@@ -324,7 +320,7 @@ def _read_program(
         box = None
         if sandbox is not False:
             box, command = read_sandbox(sandbox, command)
-        return partial(CommandRun, tuple(command), box, variables=variables)
+        return partial(start_command, tuple(command), box, variables=variables)
     if sandbox is not False or variables:
         raise ConfigError(
             f"Program: sandbox is {sandbox!r} and env {sorted(variables)}; expected neither, "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_env.errors import ForeignError
 from gspo_env.runtime.threads import attempt, foreign
-from gspo_envs.program.runs import Inbox, ProgramEnd, Run
+from gspo_envs.program.runs import Inbox, ProgramEnd
 
 if TYPE_CHECKING:
     from gspo_env.serving import Session
@@ -25,48 +25,45 @@ if TYPE_CHECKING:
 
 def start_function(
     function: Callable[..., Any], task: Mapping[str, Any], *, session: Session, inbox: Inbox
-) -> Run:
-    """Calls a function as `function(task, base_url=..., api_key=...)` without waiting for it."""
+) -> Callable[[], None]:
+    """Calls a function as `function(task, base_url=..., api_key=...)` without waiting for it.
+
+    A plain function runs in a daemon thread, which cannot be ended: after its episode it stays
+    until it makes its next request, which is refused, or returns.
+
+    Returns:
+        Ends it where that is possible.
+    """
 
     def call() -> Any:
         return function(copy.deepcopy(dict(task)), base_url=session.url, api_key=session.key)
 
     called = getattr(function, "__call__", None)  # noqa: B004 - an object with an `async` method
     if any(inspect.iscoroutinefunction(f) for f in (function, called)):
-        return LoopRun(call, inbox)
-    return ThreadRun(call, inbox)
+        return _LoopRun(call, inbox).end
+    threading.Thread(target=_work, args=(call, inbox), name="program", daemon=True).start()
+    return lambda: None
 
 
-class ThreadRun(Run):
-    """A plain function in a daemon thread.
-
-    A thread cannot be ended. A function whose episode has ended stays until it makes its next
-    request, which is refused, or returns.
-    """
-
-    def __init__(self, call: Callable[[], Any], inbox: Inbox) -> None:
-        self._call, self._inbox = call, inbox
-        threading.Thread(target=self._work, name="program", daemon=True).start()
-
-    def _work(self) -> None:
-        try:
-            end = ProgramEnd(result=attempt(self._result))
-        except Exception as error:
-            end = _end_by(error)
-        self._inbox.end(end)
-
-    def _result(self) -> Any:
-        result = self._call()
-        if not inspect.isawaitable(result):
-            return result
-
-        async def wait() -> Any:
-            return await result
-
-        return asyncio.run(wait())
+def _work(call: Callable[[], Any], inbox: Inbox) -> None:
+    try:
+        end = ProgramEnd(result=attempt(lambda: _finish(call())))
+    except Exception as error:
+        end = _end_by(error)
+    inbox.end(end)
 
 
-class LoopRun(Run):
+def _finish(result: Any) -> Any:
+    if not inspect.isawaitable(result):
+        return result
+
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait())
+
+
+class _LoopRun:
     """An asynchronous function on the event loop that all such programs share.
 
     They share it because SDKs keep one asynchronous HTTP client a process, which works on one loop
@@ -104,7 +101,7 @@ class LoopRun(Run):
         self._cancel()
 
 
-_OWNER: ContextVar[LoopRun | None] = ContextVar("_OWNER", default=None)
+_OWNER: ContextVar[_LoopRun | None] = ContextVar("_OWNER", default=None)
 """The program whose code runs; the tasks that it makes inherit it."""
 _LOCK = threading.Lock()
 

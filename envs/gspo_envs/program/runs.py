@@ -48,11 +48,11 @@ class ProgramEnd:
 class RunningProgram:
     """A program that plays one episode, with its session of the address."""
 
-    def __init__(self, start: Callable[..., Run], owner: object) -> None:
+    def __init__(self, start: Callable[..., Callable[[], None]], owner: object) -> None:
         """Opens the session and starts the program.
 
         Args:
-            start: Starts the program, given the session and the inbox.
+            start: Starts the program, given the session and the inbox; returns what ends it.
             owner: The program is ended when it is garbage-collected.
         """
         from gspo_env.serving import address
@@ -60,13 +60,12 @@ class RunningProgram:
         self.inbox, self.rewards = Inbox(), TurnRewards()
         self.session = address().open(self.inbox.ask, self.rewards.post)
         try:
-            self.run = start(session=self.session, inbox=self.inbox)
+            end = start(session=self.session, inbox=self.inbox)
         except BaseException:
             self.session.close()
             raise
-        self._forgotten = weakref.finalize(
-            owner, _end_all, self.inbox.close, self.session.close, self.run.end
-        )
+        ends = (self.inbox.close, self.session.close, end)
+        self._forgotten = weakref.finalize(owner, _end_all, *ends)
 
     def end(self) -> None:
         """Ends its requests and its processes, without waiting; may be called again."""
@@ -120,10 +119,3 @@ class Inbox:
             while True:
                 if (pending := self._requests.get_nowait()) is not None:
                     pending.reply.cancel()
-
-
-class Run:
-    """A program that was started for one episode; subclasses start it."""
-
-    def end(self) -> None:
-        """Asks it to end, without waiting; does nothing where that is not possible."""

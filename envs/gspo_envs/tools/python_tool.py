@@ -13,41 +13,35 @@ from gspo_env.sandbox import Sandbox, SandboxResult, Stop
 from gspo_envs.text.answer import AnswerEnv
 
 _MOST_OUTPUT = 2000
+_PROBLEMS = """\
+What is the sum of all primes below {a20}?
+print(sum(n for n in range(2, {a20}) if all(n % d for d in range(2, n))))
 
+How many divisors does {ab} have?
+print(sum({ab} % d == 0 for d in range(1, {ab} + 1)))
 
-_PROBLEMS = (
-    (
-        "What is the sum of all primes below {a20}?",
-        "print(sum(n for n in range(2, {a20}) if all(n % d for d in range(2, n))))",
-    ),
-    (
-        "How many divisors does {ab} have?",
-        "print(sum({ab} % d == 0 for d in range(1, {ab} + 1)))",
-    ),
-    (
-        "What is the sum of the decimal digits of {a} to the power of {b}?",
-        "print(sum(map(int, str({a} ** {b}))))",
-    ),
-    (
-        "With F(0) = 0 and F(1) = 1, what is the Fibonacci number F({a}) modulo {bc}?",
-        "x, y = 0, 1\nfor _ in range({a}):\n    x, y = y, x + y\nprint(x % {bc})",
-    ),
-    (
-        "How many numbers from 1 to {a10} are divisible by {b} or by {c}, but not by both?",
-        "print(sum((n % {b} == 0) != (n % {c} == 0) for n in range(1, {a10} + 1)))",
-    ),
-    (
-        "A number is halved if even, else tripled and increased by 1. After how many such steps "
-        "is {ab_c} first 1?",
-        "n, k = {ab_c}, 0\nwhile n != 1:\n    n, k = (3 * n + 1 if n % 2 else n // 2), k + 1\n"
-        "print(k)",
-    ),
-    (
-        "In how many ways can {a} be paid with coins of 1, {b} and {b_c}?",
-        "print(sum(1 for x in range(0, {a} + 1, {b}) for _ in range(x, {a} + 1, {b_c})))",
-    ),
-)
-"""Questions, each with a program that prints the answer."""
+What is the sum of the decimal digits of {a} to the power of {b}?
+print(sum(map(int, str({a} ** {b}))))
+
+With F(0) = 0 and F(1) = 1, what is the Fibonacci number F({a}) modulo {bc}?
+x, y = 0, 1
+for _ in range({a}):
+    x, y = y, x + y
+print(x % {bc})
+
+How many numbers from 1 to {a10} are divisible by {b} or by {c}, but not by both?
+print(sum((n % {b} == 0) != (n % {c} == 0) for n in range(1, {a10} + 1)))
+
+A number is halved if even, else tripled and increased by 1. After how many such steps \
+is {ab_c} first 1?
+n, k = {ab_c}, 0
+while n != 1:
+    n, k = (3 * n + 1 if n % 2 else n // 2), k + 1
+print(k)
+
+In how many ways can {a} be paid with coins of 1, {b} and {b_c}?
+print(sum(1 for x in range(0, {a} + 1, {b}) for _ in range(x, {a} + 1, {b_c})))"""
+"""Questions, each followed by a program that prints the answer."""
 
 
 class PythonToolEnv(AnswerEnv):
@@ -128,7 +122,8 @@ class PythonToolEnv(AnswerEnv):
 
 def _draw(random: np.random.Generator) -> tuple[str, str, int]:
     """Draws a question, a program that prints its answer, and the answer."""
-    question, code = _PROBLEMS[int(random.integers(len(_PROBLEMS)))]
+    problems = _PROBLEMS.split("\n\n")
+    question, _, code = problems[int(random.integers(len(problems)))].partition("\n")
     a, b, c = (int(random.integers(*bounds)) for bounds in ((20, 100), (6, 20), (2, 6)))
     values = {"a": a, "b": b, "c": c, "a20": a * 20, "a10": a * 10, "ab": a * b, "bc": b * c}
     values |= {"ab_c": a * b + c, "b_c": b + c}

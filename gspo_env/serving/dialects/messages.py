@@ -24,16 +24,8 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "top_k": (0, -1),
     "thinking": ({"type": "disabled"},),
 }
-_REASONS = {
-    "stop": "end_turn",
-    "length": "max_tokens",
-    "tool_calls": "tool_use",
-}
-_KINDS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-}
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 _TEXT = ("text",)
 
 

@@ -8,13 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from gspo_env.serving.dialects.chat import DISTRIBUTION, FORMAT, HARMLESS, openai_fault
-from gspo_env.serving.fields import (
-    Fields,
-    Json,
-    format_arguments,
-    make_request,
-    make_tool,
-)
+from gspo_env.serving.fields import Fields, Json, format_arguments, make_request, make_tool
 from gspo_env.serving.session import RefusedError, Reply, Request
 from gspo_env.types import Message
 
