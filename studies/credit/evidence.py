@@ -12,9 +12,8 @@ import numpy as np
 from annotated_types import Ge, Gt
 
 from gspo_env.credit.estimators import GiGPO
-from gspo_env.credit.scores import turn_rewards
-from gspo_env.credit.statistics import MIN_SCALE, anchors, discounted
-from gspo_env.types import Episode, FloatArray, Score, Turn
+from gspo_env.credit.statistics import MIN_SCALE
+from gspo_env.types import FloatArray, Turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,19 +49,7 @@ class EvidenceCalibrated(GiGPO):
     patience: Annotated[float, Gt(0)] = 1.0
     """Turns in a state for its comparison to count by tanh(1), tau."""
 
-    def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
-        """See `Estimator.compare`."""
-        whole = self._z(np.array([turn_rewards(e, score).sum() for e in episodes]))
-        rows = [np.full(len(e.turns), z) for e, z in zip(episodes, whole, strict=True)]
-        returns = [discounted(turn_rewards(e, score), self.gamma) for e in episodes]
-        for visits in anchors(episodes).values():
-            returns_N = np.array([returns[i][k] for i, k in visits])
-            credit = self._compare_state(returns_N, [episodes[i].turns[k] for i, k in visits])
-            for (i, k), value in zip(visits, credit, strict=True):
-                rows[i][k] += self.step_weight * value
-        return rows
-
-    def _compare_state(self, returns_N: FloatArray, turns: Sequence[Turn]) -> FloatArray:
+    def compare_state(self, returns_N: FloatArray, turns: Sequence[Turn]) -> FloatArray:
         """Computes rho(s) z_s(mu(s, u)) of each turn played in a state."""
         places: dict[str, list[int]] = defaultdict(list)
         for n, turn in enumerate(turns):

@@ -10,9 +10,8 @@ density. One sweep fixes the number of decisions and adds routine turns, the oth
 of turns and makes some of them decisions.
 
 `study` measures the same noise in the updates of the tiny model, trains it with paired seeds, and
-compares two aggregations where the policy decides the length. It says first how many runs there are
-and how long they take. What has a result is not computed again, so the same command goes on where
-the last one ended; `--seconds` ends a part.
+compares two aggregations where the policy decides the length. What has a result is not computed
+again, so the same command continues where the last one ended.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import argparse
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -328,7 +326,7 @@ def write(folder: Path) -> None:
     DATA.mkdir(exist_ok=True)
     rows = []
     for comparison, name in ((sweep(), "sweep"), (lengths(), "lengths")):
-        rows += to_rows(results(comparison, folder / name)[1], METRICS)
+        rows += to_rows(results(comparison, folder / name), METRICS)
     parquet.write_table(pyarrow.Table.from_pylist(rows), CURVES, compression="zstd")
     updates = {p.stem: json.loads(p.read_text()) for p in sorted((folder / "noise").glob("*.json"))}
     UPDATES.write_text(json.dumps(updates, indent=1) + "\n")
@@ -377,16 +375,12 @@ def draw(rows: Rows, updates: Mapping[str, Any]) -> None:
     figure.savefig(FIGURE, dpi=110, metadata={"Software": None})
 
 
-def study(arguments: argparse.Namespace) -> None:
-    """Computes what has no result until the time of this part is over."""
-    folder, until = Path(arguments.output), time.monotonic() + arguments.seconds
-    parts: list[Callable[[], bool]] = [
-        lambda: train(sweep(), folder / "sweep", arguments.workers, until, 8.0),
-        lambda: train(lengths(), folder / "lengths", arguments.workers, until, 8.0),
-        lambda: measure(folder, until),
-    ]
-    if all(part() for part in parts):
-        print("complete; `density.py write` makes the page")
+def study(folder: Path, workers: int) -> None:
+    """Computes what has no result yet."""
+    train(sweep(), folder / "sweep", workers)
+    train(lengths(), folder / "lengths", workers)
+    measure(folder)
+    print("complete; `density.py write` makes the page")
 
 
 def main() -> None:
@@ -395,10 +389,9 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=("exact", "study", "write"), default="exact")
     parser.add_argument("--output", default="comparisons/density", help="folder of results")
     parser.add_argument("--workers", type=int, default=0, help="runs at a time; 0 is one a core")
-    parser.add_argument("--seconds", type=float, default=3300.0, help="time of this part")
     arguments = parser.parse_args()
     if arguments.what == "study":
-        study(arguments)
+        study(Path(arguments.output), arguments.workers)
         return
     if arguments.what == "write":
         write(Path(arguments.output))

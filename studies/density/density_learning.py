@@ -1,7 +1,7 @@
 """The parts of `density.py` that train: noise of the tiny model's updates, and learning curves.
 
-Each part is resumable: what has a result is not computed again, and a part ends before its time is
-over. All results go to one folder, from which `density.py write` makes the page.
+What has a result is not computed again. All results go to one folder, from which `density.py write`
+makes the page.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ import dataclasses
 import json
 import math
 import os
-import time
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 DENSITIES = tuple(Fraction(1, n) for n in (16, 8, 4, 2, 1))
 GROUP, DECISIONS, TURNS, NOISE = 8, 2, 16, 0.5
@@ -164,84 +161,33 @@ def noise_of(density: Fraction, seed: int, groups: int) -> dict[str, dict[str, f
     return found
 
 
-def measure(folder: Path, until: float) -> bool:
-    """Measures the noise for each model and density that has no result; returns whether all have.
-
-    Args:
-        folder: Folder of results.
-        until: `time.monotonic()` at which no further one begins.
-    """
+def measure(folder: Path) -> None:
+    """Measures the noise for each model and density that has no result in a folder."""
     os.environ["OMP_NUM_THREADS"] = "1"
     folder = folder / "noise"
     folder.mkdir(parents=True, exist_ok=True)
     for seed in range(FIRST_SEED, FIRST_SEED + MODELS):
         for rho in DENSITIES:
             path = folder / f"{rho.denominator}-{seed}.json"
-            if path.exists():
-                continue
-            if time.monotonic() > until:
-                return False
-            begun = time.perf_counter()
-            found = noise_of(rho, seed, int(32 / rho))  # the fewer decisions, the more noise
-            path.write_text(json.dumps(found))
-            print(f"noise of model {seed}, density {rho}: {time.perf_counter() - begun:.0f} s")
-    return True
+            if not path.exists():
+                print(f"noise of model {seed}, density {rho}", flush=True)
+                # the fewer decisions, the more noise
+                path.write_text(json.dumps(noise_of(rho, seed, int(32 / rho))))
 
 
-def train(comparison: Any, folder: Path, workers: int, until: float, guess: float) -> bool:
-    """Plays the runs that have no result, seed by seed; returns whether all have one.
+def train(comparison: Any, folder: Path, workers: int) -> None:
+    """Plays the runs that have no result; `workers` at a time, 0 is one a core."""
+    from gspo_env.compare import compare
 
-    Args:
-        comparison: What is compared.
-        folder: Folder of its results.
-        workers: Runs at a time; 0 is one a core.
-        until: `time.monotonic()` at which a part ends.
-        guess: Seconds of a run, until one is known.
-    """
-    from gspo_env.compare import compare, planned, read
-
-    runs = list(planned(comparison, folder))
-    done = [read(run) for run in runs if has_result(run)]
-    each = float(np.mean([r.seconds for r in done])) if done else guess
-    places = workers or os.cpu_count() or 1
-    print(
-        f"{folder.name}: {len(runs)} runs of {each:.0f} s ({'measured' if done else 'a guess'}) on "
-        f"{places} workers: {len(runs) * each / places / 60:.0f} min in all, "
-        f"{(len(runs) - len(done)) * each / places / 60:.0f} min left",
-        flush=True,
-    )
-    per_seed = len(runs) / comparison.seeds * each / places
-    for seeds in range(1, comparison.seeds + 1):
-        seed = comparison.first_seed + seeds - 1
-        some = dataclasses.replace(comparison, seeds=seeds, workers=workers)
-        if all(has_result(run) for run in planned(some, folder)):
-            continue
-        begun = time.monotonic()
-        if begun + per_seed > until:
-            print(f"this part ends before seed {seed}; the same command goes on")
-            return False
-        problem = next(iter(comparison.problems.values()))
-        compare(some, folder, problem.tracker, lambda line: None)
-        per_seed = time.monotonic() - begun
-        print(f"{folder.name}: seed {seed} done in {per_seed:.0f} s", flush=True)
-    return True
+    problem = next(iter(comparison.problems.values()))
+    compare(dataclasses.replace(comparison, workers=workers), folder, problem.tracker)
 
 
-def has_result(run: Any) -> bool:
-    """Returns whether a run of a comparison has been played."""
-    return bool((run.folder / "result.json").exists())
-
-
-def results(comparison: Any, folder: Path) -> tuple[Any, list[Any]]:
-    """Returns the comparison of the seeds that all arms have, and their results."""
+def results(comparison: Any, folder: Path) -> list[Any]:
+    """Returns the results of all runs of a comparison."""
     from gspo_env.compare import planned, read
 
-    for seeds in range(comparison.seeds, 1, -1):
-        some = dataclasses.replace(comparison, seeds=seeds)
-        runs = list(planned(some, folder))
-        if all(has_result(run) for run in runs):
-            return some, [read(run) for run in runs]
-    raise SystemExit(f"{folder} has fewer than 2 complete seeds; `density.py study` plays them")
+    return [read(run) for run in planned(comparison, folder)]
 
 
 def to_rows(found: Sequence[Any], metrics: Sequence[str]) -> list[dict[str, Any]]:
