@@ -53,6 +53,7 @@ BUILTIN: dict[str, dict[str, str]] = {
     "recipe": {
         "imitate": "gspo_env.recipes.imitate:Imitate",
         "none": "gspo_env.recipes.base:Recipe",
+        "smollm2": "gspo_env.recipes.imitate:SmolLM2",
         "tiny": "gspo_env.recipes.tiny:Tiny",
     },
     "tracker": {

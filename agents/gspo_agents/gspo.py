@@ -138,11 +138,12 @@ class GSPOAgent:
         config, resumed = self.config, self._resumed
         check_learning(self.model, config)
         recipe: Any = config.recipe
-        if self._source and getattr(recipe, "conversations", ""):
-            read = load_function("gspo_env.recipes.conversations:read_demonstrations", "recipe")
-            talks = read(recipe.conversations, recipe.min_reward, self.chat, self.env_id)
-            self._start = Start(model=self.model, tokenizer=self.tokenizer, episodes=talks)
-            self._source = ""  # the run begins with the model that has imitated
+        if self._source and resumed is None and getattr(recipe, "demonstrates", False):
+            gather = load_function("gspo_agents.demonstrations:gather", "recipe")
+            shown = gather(self)
+            self._start = Start(model=self.model, tokenizer=self.tokenizer, episodes=shown)
+            if not config.learner.lora_rank:
+                self._source = ""  # the run begins with the model that has imitated
         findings: list[Finding] = []
         if resumed is None:
             check = partial(check_start, undemonstrated=self._undemonstrated)
@@ -168,10 +169,14 @@ class GSPOAgent:
         ):
             reporter = Reporter(config, progress, tracker, checkpoints, self.tokenizer)
             reporter.begin(self.model, self.env_id, findings)
+            if self._source:
+                facts = run_facts(config, self.model, self._source)
             self.warm_up(progress)
-            if resumed is None and not self._source:
-                checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
-            facts = run_facts(config, self.model, self._source, self._skipped)
+            if not self._source:
+                if resumed is None:
+                    checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
+                facts = run_facts(config, self.model, "")
+            facts["left_out"] = self._skipped
             writer = CheckpointWriter(
                 checkpoints, interrupt, facts, lambda: tracker.ids, self._write
             )
@@ -188,13 +193,7 @@ class GSPOAgent:
     ) -> History:
         """Runs the steps that are left; saves and tracks the model if these are all."""
         config = self.config
-        if config.learner.lora_rank and not hasattr(self.model, "disable_adapter"):
-            self.close()  # an engine that `play` started holds the model without the adapter
-            settings = config.learner
-            alpha, targets = settings.lora_alpha, settings.lora_targets
-            self.model = add_adapter(
-                self.model, settings.lora_rank, config.seed, alpha=alpha, targets=targets
-            )
+        self._add_adapter()
         learner = make_learner(self.model, config, self._ranks)
         if config.supply.max_staleness:
             self.close()  # one that `play` started may share the learner's weights
@@ -220,6 +219,16 @@ class GSPOAgent:
                 reporter.save(history, self.env_id, self._write_run)
             tracker.finish("FINISHED" if loop.step == config.steps else "KILLED")
         return history
+
+    def _add_adapter(self) -> None:
+        settings = self.config.learner
+        if not settings.lora_rank or hasattr(self.model, "disable_adapter"):
+            return
+        self.close()  # an engine that `play` started holds the model without the adapter
+        alpha, targets = settings.lora_alpha, settings.lora_targets
+        self.model = add_adapter(
+            self.model, settings.lora_rank, self.config.seed, alpha=alpha, targets=targets
+        )
 
     @classmethod
     def resume(
@@ -384,7 +393,7 @@ class GSPOAgent:
         return agent
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Imitates the demonstrations; does nothing for a user's model, or when called again."""
+        """Imitates the demonstrations, if there are any; does nothing when called again."""
         start, self._start = self._start, None
         if start is None or not start.episodes or not self.config.recipe.imitation_steps:
             return
@@ -392,6 +401,8 @@ class GSPOAgent:
         demonstrations = [episode for episode in start.episodes if not split.holds_out(episode)]
         self._skipped = len(start.episodes) - len(demonstrations)
         progress = progress or Progress(io.StringIO())
+        if self._source:  # a model that is built has random weights, which all have to learn
+            self._add_adapter()
         imitate(self.model, self.chat, demonstrations, self.config, progress)
 
     @property

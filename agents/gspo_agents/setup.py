@@ -94,7 +94,7 @@ def imitate(
         if step % 20 == 0 or step == total:
             progress.update("imitation", step, total, loss=loss)
 
-    embedded.warm_up(model, samples, recipe, config.seed, show)
+    embedded.warm_up(model, samples, recipe, config.seed, show, config.learner)
 
 
 def check_engine(config: Config, ranks: Ranks | None = None) -> None:

@@ -18,7 +18,8 @@ import tyro
 from gspo_env.config import Config, convert, from_dict, override, read_toml, resolve
 from gspo_env.env.registration import add_kwargs, format_env
 from gspo_env.errors import ConfigError
-from gspo_env.registry import BUILTIN, name_of, names
+from gspo_env.recipes.base import Recipe
+from gspo_env.registry import BUILTIN, find, name_of, names
 from gspo_env.trust import read_saved
 
 logger = logging.getLogger(__name__)
@@ -203,6 +204,11 @@ def _base(
     if "recipe" in choices:
         tree["recipe"] = choices["recipe"]
     model, recipe = tree.get("model"), tree.get("recipe")
+    if model and choices.get("recipe") and find("recipe", recipe).build is not Recipe.build:
+        raise ConfigError(
+            f"recipe is {recipe!r}, which builds a model, and model is {model!r}; expected one of "
+            "them, or --recipe imitate, which lets the model imitate demonstrations"
+        )
     saved = read_saved(model) if isinstance(model, str) and model else None
     if saved is None:
         return from_dict(tree)

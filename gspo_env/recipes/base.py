@@ -22,6 +22,11 @@ class Recipe:
     changes: ClassVar[Mapping[str, Any]] = {}
     """Values by config field, nested as in a TOML file."""
 
+    @property
+    def demonstrates(self) -> bool:
+        """Whether a model that the config names imitates demonstrations before it is trained."""
+        return False
+
     def build(
         self, envs: Mapping[str, TextEnvironment], seed: int, limits: RolloutConfig, show: Show
     ) -> Any:

@@ -314,15 +314,20 @@ def warm_up(
     config: Tiny | Imitate,
     seed: int,
     on_step: Callable[[int, float], None],
+    memory: LearnerConfig | None = None,
 ) -> None:
     """Imitates demonstrations by maximum likelihood, with a cosine learning rate.
 
     A small transformer learns to copy words suddenly, after some steps in which the loss hardly
     falls. How many depends on the seed. Where that lasts half of the steps, the schedule starts
-    again, at most twice (warm restarts, arXiv 1608.03983).
+    again, at most twice (warm restarts, arXiv 1608.03983). The optimiser and the limits of memory
+    are those of `memory`.
     """
-    total = config.imitation_steps
+    total, memory = config.imitation_steps, memory or LearnerConfig()
     settings = LearnerConfig(
+        microbatch_tokens=memory.microbatch_tokens,
+        checkpointing=memory.checkpointing,
+        optimizer=memory.optimizer,
         learning_rate=config.imitation_learning_rate,
         warmup_steps=max(1, total // 20),
         schedule="cosine",

@@ -1,11 +1,12 @@
-"""The recipe `imitate`: a given model imitates conversations before it is trained."""
+"""Recipes for a given model, which imitates demonstrations before it is trained with GSPO."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Interval
 
 from gspo_env.recipes.base import Recipe
 from gspo_env.registry import check_values
@@ -13,19 +14,55 @@ from gspo_env.registry import check_values
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imitate(Recipe):
-    """A given model, whose weights all imitate recorded or hand-written conversations first."""
+    """A given model imitates demonstrations first: with its LoRA adapter if it gets one."""
 
     conversations: str = ""
-    """File of conversations: JSON lines in chat form, such as `gspo-env capture` writes."""
+    """File of conversations to imitate in place of episodes: JSON lines in chat form, such as
+    `gspo-env capture` writes."""
+    teacher: str = "expert"
+    """Who plays the episodes to imitate: `expert`, the environment's own `expert_action`; `self`,
+    the model before training; or another model, as `--model` takes it."""
+    demonstrations: Annotated[int, Ge(1)] = 256
+    """Episodes that the teacher plays."""
+    slips: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """Probability that an action of the expert is wrong."""
     min_reward: float | None = None
-    """Imitate only conversations with at least this reward; by default all."""
+    """Imitate only conversations, or episodes, with at least this reward. By default these are all
+    of a file and of the expert, and the successful ones of a model."""
     imitation_steps: Annotated[int, Ge(0)] = 100
     """Steps of maximum likelihood."""
     imitation_batch: Annotated[int, Ge(1)] = 16
-    """Conversations of a step."""
+    """Conversations or episodes of a step."""
     imitation_learning_rate: Annotated[float, Gt(0)] = 1e-5
-    """Largest learning rate."""
+    """Largest learning rate. A LoRA adapter needs about ten times that of a whole model."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
         check_values(self)
+
+    @property
+    def demonstrates(self) -> bool:
+        """Whether there is anything to imitate."""
+        return bool(self.imitation_steps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SmolLM2(Imitate):
+    """SmolLM2-135M-Instruct learns to use a calculator on two CPU cores."""
+
+    changes: ClassVar[Mapping[str, Any]] = {
+        "model": "smollm2",
+        "env": "gspo/Story-v0",
+        "steps": 10,
+        "tasks_per_step": 8,
+        "eval_tasks": 64,
+        "eval_every": 5,
+        "rollout": {"max_turn_tokens": 40, "max_context": 512, "concurrency": 64},
+        "loss": {"clip_low": 0.03, "clip_high": 0.05},
+        "learner": {"learning_rate": 1e-4, "warmup_steps": 4, "lora_rank": 16},
+    }
+
+    demonstrations: Annotated[int, Ge(1)] = 128
+    imitation_steps: Annotated[int, Ge(0)] = 16
+    imitation_batch: Annotated[int, Ge(1)] = 8
+    imitation_learning_rate: Annotated[float, Gt(0)] = 1e-3

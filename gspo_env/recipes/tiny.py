@@ -69,6 +69,11 @@ class Tiny(Recipe):
                 "expected an even size for each head"
             )
 
+    @property
+    def demonstrates(self) -> bool:
+        """Whether a tiny model of an earlier run imitates conversations."""
+        return bool(self.conversations)
+
     def build(
         self, envs: Mapping[str, TextEnvironment], seed: int, limits: RolloutConfig, show: Show
     ) -> Any:

@@ -151,21 +151,19 @@ def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> 
     return config
 
 
-def run_facts(config: Config, model: Any, source: str, left_out: int) -> dict[str, Any]:
+def run_facts(config: Config, model: Any, source: str) -> dict[str, Any]:
     """Returns what does not change in a run, and what a process that resumes it needs.
 
     Args:
         config: The settings.
         model: The model before training, without the adapter that training adds.
         source: The folder or the hub id of the model; empty if it was given or made.
-        left_out: Demonstrations that the warm-up left out.
     """
     return {
         "config": to_toml(config),
         "model": source,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "fingerprint": fingerprint(model),
-        "left_out": left_out,
     }
 
 

@@ -1,0 +1,115 @@
+"""Loads GGUF files as ordinary models: quantised weights become floats, which are trained."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gspo_env.errors import MissingExtraError, ModelError
+from gspo_env.model.load import PACKAGED, first_line
+
+logger = logging.getLogger(__name__)
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Architectures whose logits `transformers` gives as the model had them; others are refused."""
+_IGNORED = ("rope.scaling.type", "rope.scaling.factor")
+"""Ends of the names of metadata that `transformers` does not read, and that change the logits."""
+
+
+def load_gguf(name: str, dtype: str = "auto") -> tuple[Any, Any]:
+    """Loads the causal LM and the tokenizer of a GGUF file.
+
+    Args:
+        name: The file, or the name of a model that a package contains.
+        dtype: The dtype of the weights; `auto` is float32.
+
+    Raises:
+        MissingExtraError: The package gguf, or the one that contains the model, is not installed.
+        ModelError: The file cannot be read, or would be read wrongly.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    path = _packaged_file(name) if name in PACKAGED else Path(name)
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingExtraError(
+            f"the model {name!r} is a GGUF file, and gguf is not installed: "
+            "pip install -e '.[gguf]'"
+        )
+    if not path.is_file():
+        raise ModelError(f"there is no file {name!r}; expected a GGUF file")
+    dtype = "float32" if dtype == "auto" else dtype
+    where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    try:
+        head_dim = _check_file(name, path)
+        config = AutoConfig.from_pretrained(path.parent, **where)
+        if head_dim is not None:
+            config.head_dim = head_dim  # which transformers does not read for every architecture
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            config=config,
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+            **where,
+        )
+    except ModelError:
+        raise
+    except Exception as error:  # damaged files raise anything
+        raise ModelError(f"cannot load the GGUF file {name!r}: {first_line(error)}") from error
+    if wrong := sorted({*report["missing_keys"], *report["unexpected_keys"]}):
+        raise ModelError(
+            f"the GGUF file {name!r} does not have exactly the weights of a "
+            f"{type(model).__name__}: {', '.join(wrong[:4])}; expected a whole model"
+        )
+    # save_pretrained refuses a model that says that it is quantised
+    del model.config.quantization_config
+    model.hf_quantizer, model.is_quantized = None, False
+    model.config.name_or_path = name
+    logger.info(
+        "%s: %s weights as %s, trained and saved as an ordinary model", name, path.name, dtype
+    )
+    return model, tokenizer
+
+
+def _packaged_file(name: str) -> Path:
+    """Finds the GGUF file of a package without importing the package."""
+    module, install = PACKAGED[name]
+    spec = importlib.util.find_spec(module)
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise MissingExtraError(
+            f"the model {name!r} is in a package that is not installed: pip install -e '.[gguf]' "
+            f"&& {install}"
+        )
+    return files[0]
+
+
+def _check_file(name: str, path: Path) -> int | None:
+    """Refuses a file that `transformers` would read wrongly; returns the size of a head, if known.
+
+    Raises:
+        ModelError: Its architecture or its position encoding is one of those.
+    """
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    architecture = reader.fields["general.architecture"].contents()
+    if architecture not in ARCHITECTURES:
+        raise ModelError(
+            f"the GGUF file {name!r} has the architecture {architecture!r}; expected one of "
+            f"{', '.join(ARCHITECTURES)}, which are tested, or the model in Hugging Face format"
+        )
+    ignored = [key for key in reader.fields if key.endswith(_IGNORED)]
+    ignored += [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
+    if ignored:
+        raise ModelError(
+            f"the GGUF file {name!r} scales its position encoding ({', '.join(ignored)}), which "
+            "transformers does not read; expected the model in Hugging Face format"
+        )
+    head_dim = reader.fields.get(f"{architecture}.attention.key_length")
+    return None if head_dim is None else int(head_dim.contents())

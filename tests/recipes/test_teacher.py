@@ -1,0 +1,137 @@
+"""A model that is named imitates what a teacher plays, whole or with its adapter."""
+
+import dataclasses
+
+import pytest
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.chat import ChatTokenizer
+from gspo_env.cli.main import main
+from gspo_env.config import Config, from_dict, override
+from gspo_env.env.registration import make_env
+from gspo_env.errors import ConfigError, TrainingError
+from gspo_env.recipes.build import TEMPLATE, build_tokenizer, imitation_samples
+from gspo_env.recipes.teacher import in_format, training_tasks
+from gspo_env.rollout.play import demonstrator, play_now
+from gspo_env.tool_calls import parse_tool_calls
+from gspo_env.types import Task
+
+YES = """
+from gspo_env import TextEnv
+
+class Yes(TextEnv):
+    blocking = False
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return f"Say yes, {seed % 9}.", {"task_key": str(seed % 9)}
+
+    def step(self, action):
+        return "", float(action.strip() == "yes"), True, False, {}
+
+class Shown(Yes):
+    def expert_action(self, noise=0.0):
+        return "no" if self.np_random.random() < noise else "yes"
+"""
+SMALL = {
+    "eval_tasks": 4,
+    "steps": 1,
+    "tasks_per_step": 2,
+    "learner": {"learning_rate": 1e-9},
+    "rollout": {"max_turn_tokens": 8, "max_context": 64, "group_size": 4},
+    "tracker": "none",
+}
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """The folder of a model that says yes half of the time, and the file of its environment."""
+    folder = tmp_path_factory.mktemp("half")
+    (folder / "yes.py").write_text(YES)
+    recipe = {"name": "tiny", "hidden_size": 32, "slips": 0.5, "demonstrations": 64}
+    recipe |= {"imitation_steps": 30, "imitation_learning_rate": 1e-2}
+    agent = GSPOAgent(
+        env=f"{folder}/yes.py:Shown", config=override(Config(), {"recipe": recipe, **SMALL})
+    )
+    agent.warm_up()
+    agent.save(folder / "model")
+    return folder
+
+
+def config(half, output, env="Shown", rank=0, **recipe):
+    steps = {"demonstrations": 64, "imitation_steps": 12, "imitation_learning_rate": 1e-2}
+    tree = {
+        **SMALL,
+        "model": f"{half}/model",
+        "env": f"{half}/yes.py:{env}",
+        "recipe": {"name": "imitate", **steps, **recipe},
+        "learner": {"learning_rate": 1e-9, "lora_rank": rank},
+        "output": str(output),
+    }
+    return from_dict(tree)
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("teacher", ["expert", "self", "model"])
+def test_a_model_imitates_the_successes_of_a_teacher_and_its_run_resumes(
+    half, tmp_path, teacher, rank
+):
+    name = f"{half}/model" if teacher == "model" else teacher
+    settings = config(half, tmp_path / "run", rank=rank, teacher=name)
+    agent = GSPOAgent(config=settings)
+    agent.train()
+    assert hasattr(agent.model, "disable_adapter") == bool(rank)
+    wins = [e.success for group in agent.evaluate(samples=16) for e in group.episodes]
+    assert sum(wins) >= 0.9 * len(wins)
+    resumed = GSPOAgent.resume(tmp_path / "run", dataclasses.replace(settings, steps=2))
+    assert [step for step, _ in resumed.train()][-1] == 2  # from the same weights
+    assert resumed.metrics()["eval/success"] >= 0.9
+
+
+def test_no_task_of_the_evaluation_is_demonstrated(half, tmp_path):
+    agent = GSPOAgent(config=config(half, tmp_path))
+    held_out = agent.split().held_out
+    tasks = training_tasks(agent.config, agent.environments.envs, held_out, 32)
+    assert len(tasks) == 32
+    keys = {str(task.seed % 9) for task in tasks}
+    assert not keys & held_out[agent.env_id]
+
+
+@pytest.mark.parametrize(
+    ("env", "recipe", "error", "match"),
+    [
+        ("Yes", {}, ConfigError, r"has no expert_action to imitate; expected --teacher self"),
+        ("Yes", {"teacher": "self", "min_reward": 2.0}, TrainingError, "reward of at least 2"),
+        ("Shown", {"conversations": "none.jsonl"}, ConfigError, "cannot read the conversations"),
+    ],
+)
+def test_a_teacher_with_nothing_to_imitate_is_an_error(half, tmp_path, env, recipe, error, match):
+    with pytest.raises(error, match=match):
+        GSPOAgent(config=config(half, tmp_path / "run", env, **recipe)).train()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_that_builds_a_model_takes_none(half, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--recipe", "tiny", "--model", str(half / "model")])
+    assert "recipe is 'tiny', which builds a model" in capsys.readouterr().err
+
+
+LLAMA = TEMPLATE.replace("<tool_call>", "<|python_tag|>").replace("</tool_call>", "")
+LLAMA = LLAMA.replace('"arguments"', '"parameters"')
+
+
+def test_a_demonstrated_call_has_the_form_of_the_models_own_template():
+    tokenizer = build_tokenizer(["lookup key"])
+    tokenizer.add_tokens(["<|python_tag|>"], special_tokens=True)
+    tokenizer.chat_template = LLAMA
+    chat, env_id = ChatTokenizer(tokenizer), "gspo/Lookup-v0"
+    episode = play_now(make_env(env_id), Task(env_id=env_id, seed=1), demonstrator())
+    again = in_format(episode, chat)
+    first, tools = again.turns[0].text, episode.prompt.tools
+    assert first.startswith('<|python_tag|>{"name": "lookup", "parameters": {"key": ')
+    (call,) = parse_tool_calls(first, tools)
+    assert [call] == parse_tool_calls(episode.turns[0].text, tools)
+    (sample,) = imitation_samples([again], chat)
+    calls = len(episode.turns) - 1
+    assert list(sample.token_ids).count(tokenizer.convert_tokens_to_ids("<|python_tag|>")) == calls
