@@ -121,5 +121,7 @@ def _turn_in_format(turn: Turn, tools: Sequence[Any], chat: ChatTokenizer) -> Tu
         return turn
     before = Message(role="user", content=turn.observation)
     literal = action_literal([before, message], 1, tools, chat)
+    if literal == turn.text:
+        return turn
     info = replace(turn.info, extra={**turn.info.extra, LITERAL: literal})
     return replace(turn, text=chat.text.to_text(literal), info=info)

@@ -54,6 +54,7 @@ class Echo(TextEnv):
         "gspo/KeyDoor-v0",
         "gspo/Lookup-v0",
         "gspo/Recurring-v0",
+        "gspo/Story-v0",
     ],
 )
 def test_shipped_environments_pass(env_id):

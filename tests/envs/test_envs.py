@@ -12,7 +12,7 @@ from gspo_env import format_tool_call, make_env
 from gspo_env.env.info import ParsedStep, parse_reset, parse_step
 from gspo_env.errors import ConfigError, EnvironmentContractError
 
-IDS = [f"gspo/{n}-v0" for n in ("Calculator", "GuessNumber", "Lookup", "SQL", "Wordle")]
+IDS = [f"gspo/{n}-v0" for n in ("Calculator", "GuessNumber", "Lookup", "SQL", "Story", "Wordle")]
 
 
 def play(env: Any, seed: int, noise: float = 0.0) -> tuple[str, list[ParsedStep]]:
@@ -138,7 +138,16 @@ KEYED = {
     "gspo/Additive-v0": {"turns": 2},
     "gspo/GymText-v0": {"env": "FrozenLake-v1", "is_slippery": False},
 }
-NAMES = ("Wordle", "GuessNumber", "Recurring", "VariableLength", "KeyDoor", "Lookup", "SQL")
+NAMES = (
+    "Wordle",
+    "GuessNumber",
+    "Recurring",
+    "VariableLength",
+    "KeyDoor",
+    "Lookup",
+    "SQL",
+    "Story",
+)
 
 
 @pytest.mark.parametrize("env_id", [*KEYED, *(f"gspo/{name}-v0" for name in NAMES)])
@@ -171,3 +180,21 @@ def test_a_declared_number_of_tasks_is_the_number_of_keys(
     number = env.get_wrapper_attr("num_tasks")
     keys = {env.reset(seed=seed)[1]["task_key"] for seed in range(16 * number + 20)}
     assert len(keys) == number
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("12 + 34", "46"),
+        (" 2-9 ", "-7"),
+        ("7 * 5", "expected two numbers with + or -"),
+        ("1" * 99 + " + 1", "expected two numbers with + or -"),
+    ],
+)
+def test_the_calculator_of_a_story_computes_sums_of_two_numbers_only(
+    expression: str, result: str
+) -> None:
+    env: Any = make_env("gspo/Story-v0", changes=(1, 8))
+    env.reset(seed=1)
+    observation, reward, *_ = env.step(format_tool_call("calculate", {"expression": expression}))
+    assert (observation, reward) == (result, 0.0)

@@ -32,7 +32,7 @@ def run(tmp_path_factory):
         eval_tasks=2,
         output=str(tmp_path_factory.mktemp("smollm2") / "run"),
         tracker="none",
-        rollout={"group_size": 2, "max_turns": 2},
+        rollout={"group_size": 2},
         recipe={"demonstrations": 12, "imitation_steps": 3, "imitation_batch": 4},
     )
     agent = GSPOAgent(config=config)
