@@ -31,11 +31,12 @@ def gather(agent: GSPOAgent) -> list[Episode]:
     samples = 1 if expert else min(recipe.demonstrations, config.rollout.group_size)
     count, held_out = math.ceil(recipe.demonstrations / samples), agent.split().held_out
     envs, guard = environments.envs, environments.guard
-    tasks = guard(teacher.training_tasks, config, envs, held_out, count)
+    tasks = guard(teacher.training_tasks, config.seed, envs, held_out, count)
     if expert:
         with Progress() as progress:
             show = progress.when_slow()
-            episodes = guard(teacher.play_expert, config, envs, tasks, show)
+            play, slips = teacher.play_expert, recipe.slips
+            episodes = guard(play, envs, tasks, slips, config.rollout, show)
     else:
         player = agent
         if recipe.teacher != "self":
@@ -43,4 +44,4 @@ def gather(agent: GSPOAgent) -> list[Episode]:
             player = type(agent)(recipe.teacher, config=alone)
         groups = player.evaluate(tasks, samples)
         episodes = [e for group in groups for e in group.episodes if not e.failed and e.turns]
-    return [teacher.in_format(e, agent.chat) for e in teacher.keep(config, episodes)]
+    return [teacher.in_format(e, agent.chat) for e in teacher.keep(recipe, episodes)]

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment
 from gspo_env.errors import ConfigError, TrainingError
 from gspo_env.recipes.base import Show
 from gspo_env.recipes.build import LITERAL, MAX_LOOKS, demonstrate, first_observations
 from gspo_env.recipes.conversations import action_literal
 from gspo_env.recipes.imitate import Imitate
+from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.tool_calls import parse_message
 from gspo_env.types import Episode, Message, Task, Turn
@@ -27,7 +27,7 @@ _AT_ONCE, _MOST_DRAWS = MAX_LOOKS, 64
 
 
 def training_tasks(
-    config: Config,
+    seed: int,
     envs: Mapping[str, TextEnvironment],
     held_out: Mapping[str, Collection[str]],
     count: int,
@@ -40,7 +40,7 @@ def training_tasks(
     drawn: list[Task] = []
     for place, (env_id, env) in enumerate(envs.items()):
         wanted = len(range(place, count, len(envs)))
-        free = itertools.islice(_draw(config.seed, env_id, env, held_out.get(env_id, ())), wanted)
+        free = itertools.islice(_draw(seed, env_id, env, held_out.get(env_id, ())), wanted)
         tasks = list(free)
         if len(tasks) < wanted:
             raise TrainingError(
@@ -65,7 +65,11 @@ def _draw(
 
 
 def play_expert(
-    config: Config, envs: Mapping[str, TextEnvironment], tasks: Sequence[Task], show: Show
+    envs: Mapping[str, TextEnvironment],
+    tasks: Sequence[Task],
+    slips: float,
+    limits: RolloutConfig,
+    show: Show,
 ) -> list[Episode]:
     """Plays tasks with the environments' own demonstrators.
 
@@ -76,7 +80,7 @@ def play_expert(
     for env_id, env in envs.items():
         mine = [task for task in tasks if task.env_id == env_id]
         try:
-            episodes += demonstrate(env, mine, config.recipe.slips, config.rollout, show)
+            episodes += demonstrate(env, mine, slips, limits, show)
         except NotImplementedError:
             raise ConfigError(
                 f"{env_id} has no expert_action to imitate; expected --teacher self or a model, or "
@@ -85,13 +89,12 @@ def play_expert(
     return episodes
 
 
-def keep(config: Config, episodes: Sequence[Episode]) -> list[Episode]:
+def keep(recipe: Imitate, episodes: Sequence[Episode]) -> list[Episode]:
     """Returns the episodes that are good enough to be imitated.
 
     Raises:
         TrainingError: There is none.
     """
-    recipe: Imitate = config.recipe
     least, rated = recipe.min_reward, recipe.teacher != "expert"
     if least is None:
         kept = [episode for episode in episodes if episode.success or not rated]
