@@ -245,13 +245,13 @@ class BoundedCache(Generic[R]):
         self._lock = threading.Lock()
         self._young_bytes = 0
 
-    def __call__(self, *args: Any) -> R:
-        """Returns the result for the arguments."""
+    def __call__(self, *args: Any, **others: Any) -> R:
+        """Returns the result for the arguments; it follows from `args` alone."""
         result = self._young.get(args)
         if result is None:
             result = self._old.get(args)
             if result is None:
-                result = self._function(*args)
+                result = self._function(*args, **others)
             self._keep(args, result)
         return result
 

@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from gspo_env.chat.bounds import BoundedTemplate, check_template
-from gspo_env.chat.encode import TextEncoder, drop_marks, map_texts
+from gspo_env.chat.encode import BoundedCache, TextEncoder, drop_marks, map_texts
 from gspo_env.env.base import clean
 from gspo_env.errors import ChatTemplateError
 
@@ -32,6 +32,8 @@ Chat = Sequence[Mapping[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]
 """Tools in OpenAI's function format."""
 
+_CACHE_BYTES = 1 << 24
+"""Bytes of the conversations that are kept with their renderings."""
 _GLUE, _SEPARATOR = "\udfff", "\udffe"
 """Marks what may begin a control token in a template, and the letters of texts; in no rendering."""
 _LETTER = re.compile("[\ud800-\udbff][\udc00-\udfff]|\\S")
@@ -59,6 +61,7 @@ class ChatTemplate:
         self.text = TextEncoder(tokenizer)
         self._nonce = f"{secrets.randbits(64):020d}"
         self._compile = lru_cache(8)(lambda source: BoundedTemplate(source, self._mark))
+        self._rendered = BoundedCache(self._render_fitted, _CACHE_BYTES)
         special = tokenizer.special_tokens_map
         self._variables = {"documents": None} | {
             k: self._with_stand_ins(v) for k, v in special.items()
@@ -92,6 +95,13 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: The template refuses the messages.
         """
+        conversation = messages, schemas, generation
+        # the episodes of a group begin with the same prompt
+        return self._rendered(repr(conversation), conversation=conversation)
+
+    def _render_fitted(self, key: str, conversation: tuple[Chat, Schemas, bool]) -> str:
+        """Renders a conversation; `key` identifies it in the cache."""
+        messages, schemas, generation = conversation
         if any(m.get("tool_calls") for m in messages) and not self.shows_calls:
             self._warn("does not show tool calls; they are appended to the text of their message")
             messages = [_with_calls(m) if m.get("tool_calls") else m for m in messages]
