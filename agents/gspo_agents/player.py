@@ -19,7 +19,7 @@ from gspo_env.types import Prompt, Role
 
 T = TypeVar("T")
 _LOOP = "players"
-"""The background loop of calls from an event loop of another owner."""
+"""The background loop of calls outside of a run."""
 _PATIENCE = 60.0
 """Seconds that a run waits for calls of `act` that began before it."""
 
@@ -72,9 +72,7 @@ class EngineLoop:
             if loop is not None:
                 return asyncio.run_coroutine_threadsafe(coroutine, loop).result(seconds)
             with self._alone:  # each use takes at most `seconds`
-                if current is not None:
-                    return run(coroutine, _LOOP, seconds)
-                return asyncio.run(asyncio.wait_for(coroutine, seconds))
+                return run(coroutine, _LOOP, seconds)  # one loop: an engine keeps clients for it
         except TimeoutError as error:
             raise EngineError(f"an action was not sampled within {seconds:g} s") from error
         except CancelledError as error:

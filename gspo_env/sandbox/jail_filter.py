@@ -36,6 +36,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 # spliced pages, memory files, queues, watches), and large parts of the kernel that calculations do
 # not need.
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+_NEWEST = 449
+"""The newest system call that this list considers, `futex_waitv` of Linux 5.16; programs fall back
+where a later one does not exist."""
 _CLONE, _CLONE3, PIVOT_ROOT = (56, 220), (435, 435), (155, 41)
 _MMAP, _PRCTL = (9, 222), (157, 167)
 _TABLE = """
@@ -98,6 +101,7 @@ def deny(
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_GIVE, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     if column == 0:  # the x32 numbering of the same calls
         program += [(_AT_LEAST, 0, 1, 0x40000000), (_GIVE, 0, 0, _KILL)]
+    program += [(_AT_LEAST, 0, 1, _NEWEST + 1), (_GIVE, 0, 0, _NO_CALL)]
     for numbers in denied.values():
         program += [(_EQUAL, 0, 1, numbers[column]), (_GIVE, 0, 0, _REFUSE)]
     for numbers, alternatives in checked.values():

@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -404,7 +405,7 @@ def _server_problem(parts: SplitResult) -> str:
         urllib.request.urlopen(url, timeout=_TIMEOUT).close()
     except urllib.error.HTTPError as error:
         return f"which answers with the error {error.code}" if error.code >= 500 else ""
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:  # it may speak no HTTP
         reason = getattr(error, "reason", error)
         # MLflow has settings of its own for certificates.
         return "" if isinstance(reason, ssl.SSLError) else f"which does not answer ({reason})"

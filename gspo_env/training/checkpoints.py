@@ -100,7 +100,7 @@ class Checkpoints:
         except OSError as error:
             raise OutputError(f"cannot write to {str(self.folder)!r}: {error.strerror}") from error
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.seek(0)
             process = self._lock.read().strip() or "unknown"

@@ -1,4 +1,4 @@
-"""Stops a run on SIGINT and SIGTERM: after the step that runs, or at once."""
+"""Stops a run on SIGINT, SIGTERM and SIGHUP: after the step that runs, or at once."""
 
 from __future__ import annotations
 
@@ -34,13 +34,17 @@ class Interrupt:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Interrupt]:
-    """Handles SIGINT and SIGTERM inside the context.
+    """Handles SIGINT, SIGTERM and SIGHUP inside the context.
 
     A signal that is ignored or that has another handler than Python's own stays as it is, and so do
     all signals outside of the main thread, where Python allows no handler.
     """
     interrupt = Interrupt()
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    usual: dict[signal.Signals, object] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
     before = {
         number: handler
         for number, handler in usual.items()

@@ -7,24 +7,24 @@ import tracemalloc
 
 import pytest
 
-from gspo_env.chat.bounds import check_template
+from gspo_env.chat.template import ChatTemplate
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.errors import ChatTemplateError
 from gspo_env.recipes.build import TEMPLATE
 
 DOUBLE = "{% set x = x ~ x %}\n"
+X = "{% set x = 'a' * 99999 %}"
 BOMBS = {
     "repeat": "{{ 'a' * 10000000000 }}",
-    "repeat a name": "{% set n = 999999 %}{{ 'a' * n }}",
-    "repeat a list": "{{ ([0] * 999999) | length }}",
-    "power": "{{ 10 ** 10 ** 10 }}",
+    "repeat a name": "{% set n = 9999999 %}{{ 'a' * n }}",
+    "repeat a list": "{{ ([0] * 9999999) | length }}",
+    "power": "{{ 10 ** (10 ** 10) }}",
     "width": "{{ '%099999999999d' % 1 }}",
     "width by name": "{{ '{:>9999999999}'.format('a') }}",
     "width in a name": "{% set f = '%099999d' %}{{ f % 1 }}",
-    "width as an argument": "{{ '{:{}}'.format('a', n) }}",
-    "format of a name": "{% set f = '{}' %}{{ f.format('a') }}",
+    "width as an argument": "{{ '{:{}}'.format('a', 99999) }}",
     "center": "{{ 'a'.center(9999999999) }}",
-    "center filter": "{{ 'a' | center(999999) }}",
+    "center filter": "{{ 'a' | center(9999999) }}",
     "doubling": "{% set x = 'aaaaaaaaaaaaaaaa' %}\n" + DOUBLE * 40 + "{{ x }}",
     "doubling in a loop": (
         "{% set n = namespace(x='aaaaaaaa') %}\n{% for i in range(60) %}\n"
@@ -44,6 +44,60 @@ BOMBS = {
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
     ),
     "length": "{# " + "a" * 2**20 + " #}",
+    "a method by subscript": "{{ 'a'['ljust'](1000000 * 1000000) }}",
+    "a method by filter": "{% set f = 'a' | attr('center') %}{{ f(1000000 * 1000000) }}",
+    "zeros": "{{ 'a'.zfill(1000000 * 100000) }}",
+    "tabs": "{{ '\t'.expandtabs(1000000 * 1000) }}",
+    "bytes": "{{ (1).to_bytes(1000000 * 1000, 'big') | length }}",
+    "translate": X + "{{ x.translate({97: x}) | length }}",
+    "encode": "{{ 'a'.encode('punycode') }}",
+    "replace": X + "{{ x | replace('a', x) | length }}",
+    "replace by name": X + "{{ x | replace(old='a', new=x) | length }}",
+    "replace nothing": X + "{{ x.replace('', x) | length }}",
+    "join": X + "{{ x | join(x) | length }}",
+    "join of a method": X + "{{ x.join(x | list) | length }}",
+    "join by map": X + "{{ [x | list] | map('join', x) | list | length }}",
+    "indent": X + "{{ x | replace('a', '\n') | indent(1000000, true) | length }}",
+    "indent by text": X + "{{ x | replace('a', '\n') | indent(x, true) | length }}",
+    "wordwrap": X + "{{ x | wordwrap(1, true, x) | length }}",
+    "tojson": X + "{{ x | list | tojson(indent=1000000) | length }}",
+    "tojson by text": X + "{{ x | list | tojson(indent=x) | length }}",
+    "tojson with separators": X + "{{ x | list | tojson(separators=(x, x)) | length }}",
+    "batch": X + "{% set y = [x] | batch(1000000 * 100, x) | list %}",
+    "slice": "{{ [1] | slice(1000000 * 100) | list | length }}",
+    "xmlattr": X + "{{ {'a': [x] * 100000} | xmlattr | length }}",
+    "strip tags": "{{ ('<!---->' * 400000) | striptags }}",
+    "lipsum": "{{ lipsum(n=1000000) }}",
+    "width put together": "{{ (('%' ~ '999999999d') % 1) | length }}",
+    "width behind a name": "{{ '%(a)999999999d' % {'a': 1} }}",
+    "width with flags": "{{ '%---------- 999999999d' % 1 }}",
+    "width of a format filter": "{% set f = '%999999999d' %}{{ f | format(1) }}",
+    "width of a format map": "{{ '{a:999999999}'.format_map({'a': 1}) }}",
+    "fields": X + "{% set f = '%(x)s' * 99999 %}{{ (f % {'x': x}) | length }}",
+    "braces": X + "{% set f = '{0}' * 99999 %}{{ f.format(x) | length }}",
+    "one concatenation": X + "{{ (" + "x ~ " * 9999 + "x) | length }}",
+    "a sum": X + "{{ (" + " + ".join(["(x * 40)"] * 999) + ") | length }}",
+    "repeat what a loop has": "{% for y in 'ab' %}{{ loop.previtem * 9999999999 }}{% endfor %}",
+    "repeat a default": "{{ ('z' | int('aaa')) * 9999999999 }}",
+    "output": X + "{% for i in range(99999) %}{{ x }}{% endfor %}",
+    "output of a macro": X
+    + "{% macro f() %}"
+    + "{{ x }}" * 999
+    + "{% endmacro %}{{ f() | length }}",
+    "own text": "{% for i in range(99999) %}" + "a" * 99999 + "{% endfor %}",
+    "nested lists": "{% set x = [0] %}" + "{% set x = [x, x] %}" * 60 + "{{ x | string | length }}",
+    "nested dicts": "{% set x = {} %}" + "{% set x = dict(a=x, b=x) %}" * 60 + "{{ x ~ '' }}",
+    "nested names": "{% set x = namespace(a=1) %}"
+    + "{% set x = namespace(a=[x, x]) %}" * 60
+    + "{{ x }}",
+    "comparison": "{% set x = [0] %}{% set y = [0] %}"
+    + "{% set x = [x, x] %}{% set y = [y, y] %}" * 60
+    + "{{ x == y }}",
+    "reading": X + "{% for i in range(99999) %}{% set y = (x * 40) | upper %}{% endfor %}",
+    "searching": X + "{% for i in range(99999) %}{{ 'b' in x * 40 }}{% endfor %}",
+    "selecting": X + "{{ x | list | select('in', x * 40) | list | length }}",
+    "a number that is none": "{% set n = 1e308 * 10 - 1e308 * 10 %}{% set y = 2 ** n %}"
+    + "{{ 'a' * 10000000000 }}",
 }
 
 
@@ -65,8 +119,21 @@ def test_a_bomb_is_one_error_and_takes_little_memory(tokenizer, bomb):
     assert peak < 2**28
 
 
-def test_what_real_templates_compute_is_accepted(families):
-    for make in families.values():
-        check_template(make().chat_template)
-    check_template("{{ 'Today is {}: {:>3}'.format(a, b) }} {{ '%s, %d' | format(a, b) }}")
-    check_template("{{ (loop.index0 % 2 == 0) and 2 * loop.index > messages | length * 2 }}")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'Today is {}: {:>3}'.format('a', 7) }} {{ '%s, %d' | format('a', 7) }}",
+        "{{ '%-8s|%.2f' % ('a', 7.0) }} {{ ['a', 'b'] | join('\n') }} {{ 'a' ~ 7 ~ none }}",
+        "{{ {'a': ['b', 1.5]} | tojson(indent=4) }} {{ [1] | tojson(separators=(',', ':')) }}",
+        "{{ {'é': none} | tojson(ensure_ascii=true) }} {{ 'a\nb' | indent }} {{ 'a'.center(9) }}",
+        "{{ messages | map(attribute='role') | select('equalto', 'user') | list | length }}",
+        "{{ messages[:-1] + [1] }} {{ 2 ** 8 + 7 % 4 * 3 - 1 }} {{ missing }} {{ 'a' * 3 }}",
+        "{% macro f(x) %}{{ x | upper }}{% endmacro %}{{ f('a') }} {{ namespace(a=1) }}",
+        "{{ 'aba'.replace('a', 'cc') | replace('c', 'd', 1) }} {{ 'a,b'.split(',') | last }}",
+    ],
+)
+def test_what_real_templates_compute_is_what_jinja_gives(tokenizer, source):
+    tame, chat = copy.deepcopy(tokenizer), [{"role": "user", "content": "amber"}]
+    tame.chat_template = source
+    expected = tokenizer.apply_chat_template(chat, chat_template=source, tokenize=False)
+    assert ChatTemplate(tame).render(chat) == expected

@@ -273,3 +273,54 @@ def test_no_action_makes_step_raise(action: str) -> None:
     observation, reward, *_ = env.step(action)
     observation.encode()
     assert math.isfinite(reward)
+
+
+def double(number: int) -> int:
+    """Doubles a number.
+
+    Args:
+        number: The number.
+    """
+    return 2 * number
+
+
+class Listed(ToolEnv):
+    """Functions, decorated or not, and a method."""
+
+    tools = [double]  # noqa: RUF012
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "go", {}
+
+    @tool
+    def half(self, number: int) -> float:
+        """Halves a number.
+
+        Args:
+            number: The number.
+        """
+        return number / 2
+
+    def on_final(self, text):
+        return "", 1.0, True
+
+
+class Inherited(Listed):
+    """Has the tools of its base class."""
+
+
+class Replaced(Listed):
+    """Has other functions, in a tuple, one of them a `Tool`."""
+
+    tools = (as_tool(tool(double)),)
+
+
+@pytest.mark.parametrize("kind", [Listed, Inherited, Replaced])
+def test_functions_in_tools_are_tools_beside_the_methods(kind):
+    env = kind()
+    assert [each.name for each in kind.declared_tools()] == ["half", "double"]
+    assert [each.name for each in env.tools] == ["half", "double"]
+    for name, result in (("double", "14"), ("half", "3.5")):
+        env.reset(seed=0)
+        assert env.step(format_tool_call(name, {"number": 7}))[0] == result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -334,6 +335,12 @@ def test_models_that_cannot_be_rewards_are_refused(model_folder, tmp_path):
         RewardModel(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="label is 'GOOD', expected one of LABEL_0"):
         RewardModel(model_folder, label="GOOD")
+    hostile = shutil.copytree(model_folder, tmp_path / "hostile")
+    config = json.loads((hostile / "config.json").read_text())
+    for name in ("attn_implementation", "experts_implementation"):
+        (hostile / "config.json").write_text(json.dumps({**config, name: "theirs/kernel"}))
+        with pytest.raises(ModelError, match="names a kernel to run, 'theirs/kernel'"):
+            RewardModel(str(hostile))
 
 
 def test_the_names_of_rewards_become_metrics_of_a_run(mine, tmp_path, monkeypatch):

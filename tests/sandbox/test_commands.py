@@ -207,6 +207,16 @@ def test_calls_that_open_a_way_out_stay_refused_after_an_exec() -> None:
     assert set(inside(textwrap.dedent(code)).stdout.splitlines()) == {"-1 1"}
 
 
+def test_calls_newer_than_the_list_of_calls_do_not_exist() -> None:
+    code = """
+        import ctypes
+        libc = ctypes.CDLL(None, use_errno=True)
+        for number in (450, 452, 457, 467, 500, 10000):
+            print(libc.syscall(number, -1, 0, 0, 0), ctypes.get_errno())
+    """
+    assert set(inside(textwrap.dedent(code)).stdout.splitlines()) == {"-1 38"}
+
+
 def test_a_command_that_forks_and_floods_is_held() -> None:
     code = """
         import os, sys, time

@@ -159,7 +159,8 @@ def points():
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    "number",
+    [signal.SIGINT, signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
 )
 def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_and_exit_code_0(number):
     process = start("--config", "run.toml")

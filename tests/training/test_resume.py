@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -300,3 +301,14 @@ def test_a_finished_run_says_so(done, capsys, monkeypatch):
     monkeypatch.chdir(done.parent)
     main(["train", "--resume", "run"])
     assert "is finished: all 3 steps are done; --steps adds more" in capsys.readouterr().out
+
+
+def test_a_run_is_not_trained_twice_in_one_process(tmp_path):
+    message = f"still running, in process {os.getpid()}"
+    with (
+        Checkpoints(tmp_path, CheckpointConfig()),
+        pytest.raises(OutputError, match=message),
+    ):
+        Checkpoints(tmp_path, CheckpointConfig())
+    with Checkpoints(tmp_path, CheckpointConfig()):
+        pass

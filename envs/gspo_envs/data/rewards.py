@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
+from gspo_env.model.load import load_model
 from gspo_env.registry import load_function
 from gspo_env.runtime import loops
 from gspo_envs.data.rows import Message
@@ -240,16 +241,12 @@ class RewardModel:
     def __init__(self, path: str, *, name: str = "", label: str = "", batch_size: int = 32) -> None:
         """Loads the model."""
         import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         self.name = name or re.sub(r"\W", "_", str(path).rstrip("/").rpartition("/")[2])
         self.batch_size = batch_size
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-            self.model: Any = AutoModelForSequenceClassification.from_pretrained(
-                path, trust_remote_code=False, weights_only=True
-            )
-        except (OSError, ValueError) as error:
+            self.model, self.tokenizer = load_model(path, kind="AutoModelForSequenceClassification")
+        except ModelError as error:
             raise ModelError(
                 f"reward model {path!r} cannot be loaded: {error} (a reward function is named "
                 "module:function or file.py:function)"

@@ -182,9 +182,7 @@ def _as_tool(server: MCPServer, listed: Any, function: Callable[..., Any]) -> To
 def _result_text(result: Any) -> str:
     parts = []
     for block in result.content[:_MOST_BLOCKS]:
-        text = getattr(block, "text", None) or getattr(
-            getattr(block, "resource", None), "text", None
-        )
+        text = getattr(getattr(block, "resource", block), "text", None)
         parts.append(text if text is not None else f"[{block.type} left out]")
     if len(result.content) > _MOST_BLOCKS:
         parts.append(f"[{len(result.content) - _MOST_BLOCKS} more blocks left out]")
