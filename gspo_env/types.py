@@ -278,6 +278,8 @@ class Turn:
     """The engine's log-probability of each id of `action_ids` (natural log)."""
     text: str
     """The action as the environment received it."""
+    in_reasoning: bool = False
+    """Whether the prompt has opened the reasoning with which the action begins."""
     observation: str
     """The observation before the action."""
     reward: float

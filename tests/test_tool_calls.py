@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import sys
 
@@ -171,6 +172,62 @@ def test_hostile_text_has_the_same_calls_everywhere(text):
     assert calls_in_tool_env(text)[1] == malformed
 
 
+WORD = {"$ref": "#/$defs/word"}
+TYPED = [
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "644", "644"),
+    ({"type": ["string", "null"]}, "true", "true"),
+    ({"type": ["string", "null"]}, "None", None),
+    ({"type": ["string", "null"]}, "", ""),
+    (WORD, "644", "644"),
+    ({"anyOf": [WORD, {"type": "array"}]}, "[1]", "[1]"),
+    ({"enum": ["1", "2"]}, "1", "1"),
+    ({"const": "null"}, "null", "null"),
+    ({"enum": [1, 2]}, "1", 1),
+    ({"type": "boolean"}, "True", True),
+    ({"type": "boolean"}, "false", False),
+    ({"type": "boolean"}, "yes", ToolCallError),
+    ({"type": ["integer", "null"]}, "None", None),
+    ({"type": ["integer", "null"]}, "", None),
+    ({"type": "integer"}, "", ToolCallError),
+    ({"type": "integer"}, "two", ToolCallError),
+    ({"type": "integer"}, "2.5", ToolCallError),
+    ({"type": "number"}, " 2 ", 2),
+    ({"type": "array"}, "['x', 'y']", ["x", "y"]),
+    ({"type": "array"}, '["x"]', ["x"]),
+    ({"type": "array"}, "x, y", ToolCallError),
+    ({"type": "array"}, "[" * 9999, ToolCallError),
+    ({"type": "object"}, "{'a': True}", {"a": True}),
+    ({"type": "object"}, "{'a': {1, 2}}", ToolCallError),
+    ({}, "644", 644),
+    ({}, '"644"', '"644"'),
+    ({"anyOf": [{}, {"type": "integer"}]}, "x", "x"),
+    ({"$ref": "#/$defs/loop"}, "x", "x"),
+    ({"$ref": "elsewhere"}, "5", 5),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), TYPED)
+def test_an_xml_argument_is_what_its_schema_allows_or_malformed(schema, text, value):
+    look = a_tool("f")
+    loop = {"anyOf": [{"$ref": "#/$defs/loop"}, {}]}
+    parameters = {
+        "properties": {"key": schema},
+        "$defs": {"word": {"type": "string"}, "loop": loop},
+    }
+    tools = [dataclasses.replace(look, parameters=parameters)]
+    for action in (
+        f"<tool_call>\n<function=f>\n<parameter=key>\n{text}\n</parameter>\n</function>\n</tool_call>",
+        f"<tool_call>f\n<arg_key>key</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
+    ):
+        (call,) = parse_tool_calls(action, tools)
+        if value is ToolCallError:
+            assert isinstance(call, ToolCallError)
+            assert "'key'" in call.message
+        else:
+            assert call == ToolCall(name="f", arguments={"key": value})
+            assert type(call.arguments["key"]) is type(value)
+
+
 @given(text=PLAIN, number=st.integers(), tree=st.dictionaries(NAMES, PLAIN))
 def test_xml_arguments_have_the_types_of_the_schema(text, number, tree):
     call = ToolCall(name="f", arguments={"s": text, "n": number, "o": tree})
@@ -216,7 +273,7 @@ def test_a_megabyte_of_hostile_text_is_read_once(unit):
         ("<tool_call>", "no closing"),
         ("<tool_call>{name}</tool_call>", "not valid JSON"),
         ('<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "not valid JSON"),
-        ("<tool_call>[1]</tool_call>", "must be a JSON object, got list"),
+        ("<tool_call>[1]</tool_call>", "must be a JSON object, got int"),
         ('<tool_call>{"arguments": {}}</tool_call>', '"name"'),
         ('<tool_call>{"name": 3}</tool_call>', '"name"'),
         ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', '"arguments" must be'),
@@ -273,7 +330,9 @@ def test_json_that_is_an_answer_is_no_call():
 @pytest.mark.parametrize(
     ("text", "reasoning", "content"),
     [
-        ("hm\n</think>\n\nyes", "hm", "yes"),
+        ("<think>hm\n</think>\n\nyes", "hm", "yes"),
+        ("In HTML-like text, </think> ends it.", None, "In HTML-like text, </think> ends it."),
+        ("</think>", None, "</think>"),
         ("<think>\nit never en", "it never en", ""),
         ("the tag <think> and </think> in a text", None, "the tag <think> and </think> in a text"),
         (f"<think>{format_tool_call('f', {})}</think>no", format_tool_call("f", {}), "no"),
@@ -284,6 +343,69 @@ def test_reasoning_is_split_off_and_has_no_calls(text, reasoning, content):
         Message(role="assistant", content=content, reasoning=reasoning),
         0,
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls", "malformed"),
+    [
+        ("hm\n</think>\n\nyes", "hm", "yes", 0, 0),
+        ("hm", "hm", "", 0, 0),
+        (f"hm</think>{format_tool_call('f', {})}", "hm", "", 1, 0),
+        (f"so {format_tool_call('f', {})}", f"so {format_tool_call('f', {})}", "", 0, 1),
+    ],
+)
+def test_reasoning_that_the_prompt_opens_ends_at_its_mark(
+    text, reasoning, content, calls, malformed
+):
+    message, errors = parse_message(text, in_reasoning=True)
+    assert (message.reasoning, message.content) == (reasoning, content)
+    assert (len(message.tool_calls), errors) == (calls, malformed)
+
+
+def test_a_call_behind_a_mark_of_reasoning_that_was_never_opened_is_made():
+    text = f"{format_tool_call('leave', {})} The tag </think> ends it."
+    assert calls_in_tool_env(text) == ([ToolCall(name="leave", arguments={})], 0)
+
+
+LOOK_IN = ToolCall(name="look", arguments={"word": "stone"})
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('{"name": "look", "parameters": {"word": "stone"}}', None),
+        (
+            '{"type": "function", "function": {"name": "look", "arguments": {"word": "stone"}}}',
+            None,
+        ),
+        ('[{"name": "look", "arguments": "{\\"word\\": \\"stone\\"}"}]', None),
+        ('{"name": "look", "args": {"word": "stone"}}', "unknown key 'args'"),
+        ('{"name": "look", "input": {"word": "stone"}}', "unknown key 'input'"),
+        ('{"name": "look", "word": "stone"}', "unknown key 'word'"),
+        ('{"tool": "look", "arguments": {}}', "unknown key 'tool'"),
+        ('{"name": "look", "arguments": {}, "parameters": {"word": "a"}}', "both"),
+        ('{"name": "look", "arguments": {}, "x\\ny": 1}', "unknown key"),
+    ],
+)
+@pytest.mark.parametrize("mark", ["<tool_call>{}</tool_call>", "{}"])
+def test_a_call_with_a_key_that_is_not_read_is_malformed_and_never_made_without_it(
+    text, error, mark
+):
+    action = mark.replace("{}", text)
+    calls = parse_tool_calls(action, Shop().tools)
+    if mark == "{}" and 'tool"' in text:
+        return  # an answer in JSON
+    if error is None:
+        assert calls_in_tool_env(action) == ([LOOK_IN], 0)
+    else:
+        assert error in calls[0].message
+        assert calls_in_tool_env(action) == ([], 1)
+
+
+@pytest.mark.parametrize("empty", ["null", '""', "{}"])
+def test_a_call_without_arguments_has_an_empty_object(empty):
+    text = f'<tool_call>{{"name": "leave", "arguments": {empty}}}</tool_call>'
+    assert calls_in_tool_env(text) == ([ToolCall(name="leave", arguments={})], 0)
 
 
 def test_mistral_gives_the_ids_of_its_calls():

@@ -15,11 +15,14 @@ from typing import Any
 
 from gspo_env.chat.encode import BoundedCache, TextEncoder, drop_marks, map_texts
 from gspo_env.env.base import clean
+from gspo_env.tool_calls import parse_message, read_calls
 from gspo_env.types import Message, ToolCall
 
 logger = logging.getLogger(__name__)
 
 _CACHE_BYTES = 1 << 24
+_TAIL = 12
+"""Ids at the end of a prompt that hold `<think>`, also where it is plain text."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _MARKUP = re.compile(r"\s*[^\w\s.,;:!?'()\"]")
 """What begins a call behind the content of a message."""
@@ -46,6 +49,8 @@ class ParsedAction:
     """The calls in the form of templates."""
     message: Message | None = None
     """The action as the environment gets it; None if no response template has parsed it."""
+    in_reasoning: bool = False
+    """Whether the prompt has opened the reasoning."""
     encoder: TextEncoder = field(repr=False)
 
     def for_template(self) -> dict[str, Any]:
@@ -125,6 +130,7 @@ class ActionParser:
         self._tokenizer, self._encoder = tokenizer, encoder
         self.splits_reasoning = splits_reasoning
         self._cached = BoundedCache(self._parse_text, _CACHE_BYTES)
+        self._opens_reasoning = BoundedCache(self._opens, _CACHE_BYTES)
         self._has_schema = getattr(tokenizer, "response_template", None) is not None
 
     def parse(
@@ -145,13 +151,20 @@ class ActionParser:
             stop: Texts that end it and are not part of its content.
         """
         has_end = bool(action_ids) and action_ids[-1] in stop_ids
-        action = self._cached(tuple(action_ids), has_end, stop)
+        is_open = self.splits_reasoning and self._opens_reasoning(tuple(prompt_ids[-_TAIL:]))
+        action = self._cached(tuple(action_ids), has_end, stop, is_open)
         if not self._has_schema:
             return action
         text = action.rendering if has_end else action.body
-        return replace(action, **self._parse_by_schema(text, prompt_ids, tools))
+        return replace(action, **self._parse_by_schema(text, prompt_ids, tools, is_open))
 
-    def _parse_text(self, ids: Sequence[int], has_end: bool, stop: tuple[str, ...]) -> ParsedAction:
+    def _opens(self, prompt_ids: tuple[int, ...]) -> bool:
+        """Returns whether a prompt ends with the start of the reasoning."""
+        return self._encoder.decode(prompt_ids).rstrip().endswith("<think>")
+
+    def _parse_text(
+        self, ids: Sequence[int], has_end: bool, stop: tuple[str, ...], is_open: bool
+    ) -> ParsedAction:
         """Parses an action without a response template."""
         encoder = self._encoder
         body = rendering = encoder.decode_rendering(ids[:-1] if has_end else ids)
@@ -165,7 +178,7 @@ class ActionParser:
         content, reasoning = body, None
         start, end = map(encoder.to_rendering, ("<think>", "</think>"))
         thought, tag, rest = body.partition(end)
-        if tag and self.splits_reasoning:
+        if tag and self.splits_reasoning and (is_open or body.lstrip().startswith(start)):
             content, reasoning = rest.lstrip("\n"), thought.rpartition(start)[2].strip("\n")
         return ParsedAction(
             rendering=rendering,
@@ -173,11 +186,12 @@ class ActionParser:
             text=encoder.to_text(body),
             content=content,
             reasoning=reasoning,
+            in_reasoning=is_open,
             encoder=encoder,
         )
 
     def _parse_by_schema(
-        self, rendering: str, prompt_ids: Sequence[int], tools: Sequence[Any]
+        self, rendering: str, prompt_ids: Sequence[int], tools: Sequence[Any], in_reasoning: bool
     ) -> dict[str, Any]:
         """Parses with the response template; empty if it fails, as with a malformed call."""
         encoder = self._encoder
@@ -195,7 +209,9 @@ class ActionParser:
             content = to_rendering(parts.get("content") or "")
             reasoning = next((parts[key] for key in _REASONING_KEYS if parts.get(key)), None)
             reasoning = None if reasoning is None else to_rendering(reasoning)
-            calls = [_normal(call) for call in parts.get("tool_calls") or ()]
+            own = parse_message(to_text(rendering), tools, in_reasoning=in_reasoning)[0].tool_calls
+            own = own or read_calls(list(parts.get("tool_calls") or ()))
+            calls = _calls_for_template(Message(role="assistant", content="", tool_calls=own))
             calls = map_texts(calls, to_rendering)
         except Exception as error:  # a library parses what a model wrote: anything may be raised
             logger.info("An action does not fit the response template: %s", error)
@@ -215,21 +231,6 @@ class ActionParser:
             "calls": tuple(calls),
             "message": message,
         }
-
-
-def _normal(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a call in the form of templates.
-
-    Raises:
-        TypeError: It has no name, or its arguments are not an object.
-    """
-    inner = call.get("function", call)
-    name, arguments = inner.get("name"), inner.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise TypeError(f"a call is {str(call)[:100]!r}; expected a name and arguments")
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:

@@ -114,7 +114,7 @@ def to_lines(episode: Episode) -> list[str]:
         tools = tuple(request.tools or ())
         answer = Message(role="assistant", content=turn.text)
         if tools or "</think>" in turn.text:
-            answer, _ = parse_message(turn.text, tools)
+            answer, _ = parse_message(turn.text, tools, in_reasoning=turn.in_reasoning)
         conversation = Conversation(
             messages=(*request.messages, answer),
             tools=tools,

@@ -53,6 +53,8 @@ class Action(str):
     """The action as a message, with its reasoning and calls; None if nothing has parsed it."""
     finish_reason: Finish
     """How the action ended; only environments with `takes_cut_actions` see others than "stop"."""
+    in_reasoning: bool
+    """Whether the prompt has opened the reasoning with which the action begins."""
     prompt_tokens: int
     """Tokens of the prompt that the action answers, also of one that did not fit; else 0."""
 
@@ -63,11 +65,13 @@ class Action(str):
         message: Message | None = None,
         finish_reason: Finish = "stop",
         prompt_tokens: int = 0,
+        in_reasoning: bool = False,
     ) -> Action:
         """Makes the text and stores the rest."""
         action = super().__new__(cls, text)
         action.token_ids, action.message = tuple(token_ids), message
         action.finish_reason, action.prompt_tokens = finish_reason, prompt_tokens
+        action.in_reasoning = in_reasoning
         return action
 
 

@@ -16,7 +16,7 @@ from uuid import UUID
 
 import numpy as np
 
-from gspo_env.env.base import StepResult, TextEnv, clean
+from gspo_env.env.base import Action, StepResult, TextEnv, clean
 from gspo_env.env.tools import Tool, ToolCall, as_tool, tool
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.runtime.loops import settle
@@ -113,8 +113,10 @@ class ToolEnv(TextEnv):
 
     def parse_calls(self, action: str) -> list[ToolCall | ToolCallError]:
         """Returns the tool calls of an action, malformed ones included; none without tools."""
-        message = getattr(action, "message", None)
-        return parse_tool_calls(action, self.tools, message) if self.tools else []
+        if not self.tools:
+            return []
+        act = action if isinstance(action, Action) else Action(action)
+        return parse_tool_calls(act, self.tools, act.message, in_reasoning=act.in_reasoning)
 
     def on_final(self, text: str) -> tuple[str, float, bool]:
         """Returns observation, reward and whether the episode ends, for an action without calls."""

@@ -259,7 +259,7 @@ def _turns(
                 "role": "user" if info is None else info.observation_role,
                 "observation": clean(turn.observation),
                 "action": clean(turn.text),
-                "tool_calls": clean.json(tool_calls(turn.text, callable_now)),
+                "tool_calls": clean.json(tool_calls(turn, callable_now)),
                 "reward": float(turn.reward),
                 "reward_parts": clean.json(dict(turn.info.reward_parts)),
                 "messages": clean.json([_message(message) for message in messages or ()]),
@@ -341,11 +341,15 @@ def _sequences(parents: Sequence[int | None]) -> list[int]:
     return sequences
 
 
-def tool_calls(text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns the tool calls of an action, and what is wrong with the malformed ones."""
-    if not tools and "<tool_call>" not in text:
+def tool_calls(turn: Turn, tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns the tool calls of a turn, and what is wrong with the malformed ones."""
+    if not tools and "<tool_call>" not in turn.text:
         return []
-    calls = parse_tool_calls(text, [tool for tool in tools if isinstance(tool, Tool)])
+    calls = parse_tool_calls(
+        turn.text,
+        [tool for tool in tools if isinstance(tool, Tool)],
+        in_reasoning=turn.in_reasoning,
+    )
     return [
         {"error": call.message}
         if isinstance(call, ToolCallError)

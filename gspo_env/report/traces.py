@@ -115,7 +115,7 @@ def _spans(
         before = 0 if above is None else contexts[above] + len(turns[above].action_ids)
         contexts[k] = before + len(turn.prompt_ids)
         role = "user" if info is None else info.observation_role
-        calls = tool_calls(turn.text, tools)
+        calls = tool_calls(turn, tools)
         spans.append(
             Span(
                 name=f"turn {k}",

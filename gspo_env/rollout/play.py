@@ -69,6 +69,8 @@ class PolicyOutput:
     text: str = ""
     message: Message | None = None
     """The action as a message, if something has parsed it."""
+    in_reasoning: bool = False
+    """See `Turn.in_reasoning`."""
     parent: int | None = -1
     """See `Turn.parent`."""
     fork: Fork | None = None
@@ -316,7 +318,14 @@ class EpisodeRun:
         if finish is not None:
             self.refused = 0
             started = time.perf_counter()
-            action = Action(move.text, move.action_ids, move.message, finish, move.prompt_tokens)
+            action = Action(
+                move.text,
+                move.action_ids,
+                move.message,
+                finish,
+                move.prompt_tokens,
+                move.in_reasoning,
+            )
             stop, reward, info = await self._step(action, len(move.action_ids) or None)
             seconds = time.perf_counter() - started
         elif not move.action_ids:
@@ -328,6 +337,7 @@ class EpisodeRun:
             action_ids=move.action_ids,
             logprobs=move.logprobs,
             text=move.text,
+            in_reasoning=move.in_reasoning,
             observation=before,
             reward=reward,
             info=StepInfo() if info is None else info,

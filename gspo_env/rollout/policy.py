@@ -75,6 +75,7 @@ class EnginePolicy:
         return PolicyOutput(
             text=_until(self.chat.decode(completion.token_ids), request.stop),
             message=parsed.message,
+            in_reasoning=parsed.in_reasoning,
             parent=prompt.parent,
             fork=prompt.fork,
             prompt_ids=prompt.prompt_ids,

@@ -122,7 +122,9 @@ class ChatPolicy:
         completion = await self._engine.generate(prompt.ids, sampling, name)
         check_completion(completion, sampling, self._size)
         action = conversation.transcript.write(completion.token_ids)
-        message, _ = read_action(action.text, request.tools, action.message)
+        message, _ = read_action(
+            action.text, request.tools, action.message, in_reasoning=action.in_reasoning
+        )
         self._keep(request, message, conversation)
         return Reply(
             message=message,

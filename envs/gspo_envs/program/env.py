@@ -286,7 +286,9 @@ def to_reply(action: str, tools: Sequence[Tool]) -> tuple[Reply, int]:
     from gspo_env.tool_calls import read_action
 
     act = action if isinstance(action, Action) else Action(action)
-    message, malformed = read_action(clean(str(act)), tools, act.message)
+    message, malformed = read_action(
+        clean(str(act)), tools, act.message, in_reasoning=act.in_reasoning
+    )
     reply = Reply(
         message=message,
         finish_reason=act.finish_reason,
