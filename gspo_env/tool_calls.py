@@ -193,8 +193,9 @@ def read_action(
         The assistant's message, and the number of malformed calls.
     """
     if not tools:
-        is_text = message is None or message.tool_calls
-        return (_as_text(text, in_reasoning) if is_text else message), 0
+        if message is None or message.tool_calls:
+            message = _as_text(text, in_reasoning)
+        return message, 0
     malformed = 0
     if message is None or not message.tool_calls:
         parsed, malformed = parse_message(text, tools, in_reasoning=in_reasoning)
@@ -623,7 +624,7 @@ def _calls(value: Any, with_ids: bool = False) -> list[ToolCall] | str:
     return calls or "the list of tool calls is empty."
 
 
-def _call(value: object) -> ToolCall | str:
+def _call(value: Any) -> ToolCall | str:
     """Returns the call, or what is wrong with it in one sentence."""
     if not isinstance(value, dict):
         return f"the tool call must be a JSON object, got {type(value).__name__}."

@@ -12,7 +12,8 @@ from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import from_dict
 from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_completion
 from gspo_env.errors import EngineError
-from gspo_env.model.load import load_model
+from gspo_env.model.head import usable_ids
+from gspo_env.model.load import load_model, match_tokenizer
 from gspo_env.model.threads import use_threads
 from gspo_env.runtime.loops import run
 from gspo_env.trust import read_saved
@@ -42,8 +43,8 @@ class FrozenAgent:
         if torch.cuda.is_available():
             self.model.to("cuda")
         use_threads(self.model)
-        self.chat = ChatTokenizer(tokenizer)
-        self._size = self.model.get_input_embeddings().num_embeddings
+        self.chat = ChatTokenizer(tokenizer, end_ids=match_tokenizer(self.model, tokenizer))
+        self._size = usable_ids(self.model)
         self._engine: Engine = Transformers().start(
             self.model,
             max_slots=min(self.limits.concurrency, _MAX_SLOTS),

@@ -36,7 +36,15 @@ from gspo_env.env.registration import env_setting
 from gspo_env.errors import ConfigError
 from gspo_env.health.findings import Finding
 from gspo_env.health.startup import check_changed_files, check_start
-from gspo_env.model.load import add_adapter, load_model, make_output, save_adapter, save_model
+from gspo_env.model.head import usable_ids
+from gspo_env.model.load import (
+    add_adapter,
+    load_model,
+    make_output,
+    match_tokenizer,
+    save_adapter,
+    save_model,
+)
 from gspo_env.model.threads import use_threads
 from gspo_env.redaction import write_text
 from gspo_env.registry import load_function
@@ -114,7 +122,11 @@ class GSPOAgent:
         if torch.cuda.is_available():
             self.model.to("cuda")
         use_threads(self.model)
-        self.chat = ChatTokenizer(self.tokenizer, history=self.config.rewritten_history)
+        self.chat = ChatTokenizer(
+            self.tokenizer,
+            history=self.config.rewritten_history,
+            end_ids=match_tokenizer(self.model, self.tokenizer),
+        )
         self.folder: Path | None = None
         self._ranks = ranks
         self._trained, self._skipped = False, 0
@@ -407,7 +419,7 @@ class GSPOAgent:
 
     @property
     def _vocab_size(self) -> int:
-        return int(self.model.get_input_embeddings().num_embeddings)
+        return usable_ids(self.model)
 
     def _running_engine(self) -> Engine:
         if self._engine is None:

@@ -41,14 +41,17 @@ class ChatTokenizer:
         history: The prompt of a later turn: what the template renders for the conversation
             ("template"); or always the earlier turns as they were sampled ("keep"), where a
             template that changes them can be an error ("refuse").
+        end_ids: Ids that end an action for the model; see `gspo_env.model.load.match_tokenizer`.
 
     Raises:
         ChatTemplateError: The tokenizer has no chat template, or its template cannot be
             extended turn by turn, or does not begin the assistant's message.
     """
 
-    def __init__(self, tokenizer: Any, *, history: History = "template") -> None:
-        self.tokenizer, self.history = tokenizer, history
+    def __init__(
+        self, tokenizer: Any, *, history: History = "template", end_ids: Sequence[int] = ()
+    ) -> None:
+        self.tokenizer, self.history, self.end_ids = tokenizer, history, tuple(end_ids)
         self.template = ChatTemplate(tokenizer)
         self.text = self.template.text
         source = str(tokenizer.chat_template)
@@ -67,8 +70,9 @@ class ChatTokenizer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """The ids that end an action: the template's ends of turn, the end of sequence."""
+        """The ids that end an action: ends of turn, the end of sequence, and the model's."""
         ends = [self._split_end(self._after_action(role))[0] for role in self._roles]
+        ends += [i for i in self.end_ids if i < len(self.tokenizer)]
         return tuple(sorted({i for i in (*ends, self.tokenizer.eos_token_id) if i is not None}))
 
     def start(self, observation: str, prompt: Prompt | None = None) -> tuple[int, ...]:

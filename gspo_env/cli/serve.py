@@ -139,7 +139,8 @@ def policy_of(model: str, config: Config, seed: int = 0) -> Iterator[ChatPolicy]
     import torch
 
     from gspo_env.chat import ChatTokenizer
-    from gspo_env.model.load import load_model
+    from gspo_env.model.head import usable_ids
+    from gspo_env.model.load import load_model, match_tokenizer
     from gspo_env.model.threads import use_threads
     from gspo_env.serving import ChatPolicy
 
@@ -149,12 +150,13 @@ def policy_of(model: str, config: Config, seed: int = 0) -> Iterator[ChatPolicy]
     if torch.cuda.is_available():
         loaded.to("cuda")
     use_threads(loaded)
-    chat = ChatTokenizer(tokenizer, history=config.rewritten_history)
+    ends = match_tokenizer(loaded, tokenizer)
+    chat = ChatTokenizer(tokenizer, history=config.rewritten_history, end_ids=ends)
     limits = config.rollout
     engine = config.engine.start(
         loaded, max_slots=limits.concurrency, max_context=limits.max_context
     )
-    size = loaded.get_input_embeddings().num_embeddings
+    size = usable_ids(loaded)
     policy = ChatPolicy(engine, chat, limits, size, seed)
     try:
         yield policy

@@ -21,6 +21,7 @@ from gspo_env.learner.memory import OutOfMemory
 from gspo_env.learner.minibatch import Microbatch, Minibatch, rows_with_split_episodes
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.stats import PassStats, UpdateStats
+from gspo_env.model.head import usable_ids
 
 T = TypeVar("T")
 
@@ -118,7 +119,7 @@ class ShardedLearner(Learner):
 
     def check_row(self) -> PackedBatch:
         """Returns a row on which the model in shards is compared with the whole one."""
-        vocabulary = self.policy.get_input_embeddings().num_embeddings
+        vocabulary = usable_ids(self.policy)
         ids = np.random.default_rng(0).integers(0, vocabulary, _CHECK_TOKENS)
         turns = np.r_[-1, np.zeros(_CHECK_TOKENS - 1, dtype=np.int64)]
         return self.pack(

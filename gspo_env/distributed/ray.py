@@ -87,6 +87,7 @@ def open_workers(
             make_pool=make_pool,
             tokenizer=chat.tokenizer,
             history=chat.history,
+            end_ids=chat.end_ids,
             config=limits,
             vocab_size=vocab_size,
             servers=engine.server_list,

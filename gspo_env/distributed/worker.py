@@ -47,6 +47,8 @@ class WorkerSetup:
     tokenizer: Any
     history: History
     """See `ChatTokenizer`."""
+    end_ids: tuple[int, ...]
+    """See `ChatTokenizer`."""
     config: RolloutConfig
     vocab_size: int | None
     servers: ServerList
@@ -89,7 +91,7 @@ class Worker:
         self._pool = setup.make_pool(_SilentFaultLog())
         self.collector = Collector(
             self._engine,
-            ChatTokenizer(setup.tokenizer, history=setup.history),
+            ChatTokenizer(setup.tokenizer, history=setup.history, end_ids=setup.end_ids),
             self._pool,
             setup.config,
             setup.vocab_size,

@@ -27,6 +27,7 @@ from gspo_env.batch.sample import Sample
 from gspo_env.errors import ModelError
 from gspo_env.model.adapters import plain_model
 from gspo_env.model.attention import RAGGED, PackedAttention, use_ragged_attention
+from gspo_env.model.head import usable_ids
 from gspo_env.model.scorer import Scorer
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class ModelProbe:
         if self.own_attention == RAGGED:
             self.own_attention = "sdpa"
         self.device = next(model.parameters()).device
-        vocabulary = model.get_input_embeddings().num_embeddings
+        vocabulary = self._ids = usable_ids(model)
         ids = np.random.default_rng(0).integers(min(3, vocabulary - 1), vocabulary, LONG + SHORT)
         ids[LONG : LONG + SHARED_TOKENS] = ids[:SHARED_TOKENS]
         self.ids = np.split(ids, [LONG])
@@ -284,7 +285,7 @@ class ModelProbe:
         """Compares the prediction of token t of each sequence n, given as (n, t)."""
         targets = torch.tensor([self.ids[n][t] for n, t in tokens], device=self.device)
         places = [t - 1 + n * (LONG - 1) for n, t in tokens]
-        return _distance(_logprobs(logits_TV, targets), self._truth[places])
+        return _distance(_logprobs(logits_TV[..., : self._ids], targets), self._truth[places])
 
     def _score_alone(self) -> tuple[Tensor, float]:
         """Returns the log-probabilities of each sequence alone, and the spread of the logits."""
@@ -301,7 +302,7 @@ class ModelProbe:
                     f"{_line(error)}"
                 ) from error
             self._rows_alone.append(seen)
-            rows.append(_logprobs(logits[:-1], ids[1:]))
+            rows.append(_logprobs(logits[:-1, : self._ids], ids[1:]))
             spread = max(spread, float(logits.float().std(-1).mean()))
         return torch.cat(rows), spread
 
@@ -312,7 +313,7 @@ class ModelProbe:
             return BOUND
         ids = torch.from_numpy(np.stack([row[:SHORT] for row in self.ids])).to(self.device)
         logits = self.model(input_ids=ids, use_cache=False).logits
-        rows = [_logprobs(a[:-1], b[1:]) for a, b in zip(logits, ids, strict=True)]
+        rows = [_logprobs(a[:-1, : self._ids], b[1:]) for a, b in zip(logits, ids, strict=True)]
         alone = torch.split(self._truth, [LONG - 1, SHORT - 1])
         noise = [_distance(a[: len(b)], b) for a, b in zip(alone, rows, strict=True)]
         return NOISE * max(*noise, precision.eps * max(1.0, _SPREAD * spread))

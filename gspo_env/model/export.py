@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gspo_env.model.adapters import Weights, effective_weights, plain_model
+from gspo_env.model.head import usable_ids
 from gspo_env.model.load import replaced_folder
 
 _LAYER = re.compile(r".*?\.\d+\.")
@@ -52,6 +53,17 @@ class Exporter:
         self.config = copy.deepcopy(base.config)
         self.config.architectures = [type(base).__name__]
         self._copies: dict[str, str] = {}
+        self._ids = usable_ids(base)
+        ends = (base.get_input_embeddings(), base.get_output_embeddings())
+        padded = {
+            id(p) for part in ends if part is not None for p in part.parameters(recurse=False)
+        }
+        self._padded: set[str] = set()
+        """The weights with a row for each id, if there are more than the engine may sample."""
+        if self._ids < ends[0].num_embeddings:
+            self.config.get_text_config().vocab_size = self._ids
+            every = base.named_parameters(remove_duplicate=False)
+            self._padded = {_exported(base, name) for name, p in every if id(p) in padded}
         for name, source in getattr(base, "all_tied_weights_keys", {}).items():
             if name in saved:  # an adapter changed one of the two
                 self.config.tie_word_embeddings = False
@@ -59,9 +71,15 @@ class Exporter:
                 self.config.tie_word_embeddings = False
                 self._copies[_exported(base, source)] = _exported(base, name)
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether the model has ids that its tokenizer has not; engines get none of them."""
+        return bool(self._padded)
+
     def weights(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights that the exported config expects."""
         for name, tensor in named:
+            tensor = tensor[: self._ids] if name in self._padded else tensor
             yield name, tensor
             if name in self._copies:
                 yield self._copies[name], tensor

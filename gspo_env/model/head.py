@@ -145,6 +145,12 @@ def _logits(
     return logits_NV if temperature == 1 else logits_NV.div_(temperature)
 
 
+def usable_ids(model: Any) -> int:
+    """Returns how many of the first ids of a model have a probability; the others never occur."""
+    size = int(model.get_input_embeddings().num_embeddings)
+    return getattr(model.config.get_text_config(), "usable_vocab_size", size)
+
+
 def linear_head(model: Any, packed: bool) -> nn.Linear | None:
     """Returns the output head if the model's logits are that linear layer and nothing else.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import itertools
+import logging
 import os
 import re
 import stat
@@ -21,6 +22,8 @@ from torch import nn
 from gspo_env.errors import ModelError, OutputError
 from gspo_env.redaction import visible
 from gspo_env.registry import load_function
+
+logger = logging.getLogger(__name__)
 
 _ADAPTER = "adapter_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
@@ -142,6 +145,30 @@ def load_model(
     except Exception as error:
         raise ModelError(f"cannot load the model {name!r}: {first_line(error)}") from error
     return model, tokenizer
+
+
+def match_tokenizer(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Limits a model to the ids of its tokenizer; returns all that end an action.
+
+    Many models have more ids than their tokenizer. They are then in no distribution, neither of the
+    engine nor of the trainer: see `gspo_env.model.head.usable_ids`. The ids that end an action are
+    those of the generation config and of the config. One id alone counts only if it is an added
+    token, since it may be the default of the model's class.
+    """
+    size, known = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values())
+    if known + 1 < size:
+        model.config.get_text_config().usable_vocab_size = known + 1
+        logger.info(
+            "The model has %d ids and its tokenizer %d: the others are never sampled.",
+            size,
+            known + 1,
+        )
+    settings = [getattr(model, "generation_config", None), model.config.get_text_config()]
+    ends: set[int] = set()
+    for ids in (getattr(each, "eos_token_id", None) for each in settings):
+        one = [ids] if isinstance(ids, int) and ids in tokenizer.added_tokens_decoder else []
+        ends.update(ids if isinstance(ids, (list, tuple)) else one)
+    return tuple(sorted(ends))
 
 
 def _load_tokenizer(name: str, local: bool, offline: str) -> Any:

@@ -42,6 +42,7 @@ class Scorer:
     ) -> None:
         self.model, self.temperature = model, temperature
         self.head = head.linear_head(model, packed)
+        self._ids = head.usable_ids(model)
         # without a linear head, a batch would have logits of every token in memory
         apart = self._run_alone if not padded or self.head is None else self._run_padded
         self._run = self._run_packed if packed else apart
@@ -64,9 +65,14 @@ class Scorer:
                 batch, {"output_router_logits": True} if routers else {}
             )
         if self.head is None:
-            predictions = head.predict_from_logits(states, target_M, self.temperature)
+            predictions = head.predict_from_logits(
+                states[:, : self._ids], target_M, self.temperature
+            )
         else:
-            weight, bias = self.head.weight, self.head.bias
+            weight: Tensor = self.head.weight
+            bias: Tensor | None = self.head.bias
+            if self._ids < len(weight):
+                weight, bias = weight[: self._ids], None if bias is None else bias[: self._ids]
             predictions = head.predict(states, weight, bias, target_M, self.temperature)
         if batch.expand_N is not None:
             predictions = predictions.at(batch.expand_N)

@@ -88,6 +88,7 @@ def crew_of(config, chat, engine, start=Thread, **timeouts):
         make_pool=partial(make_pool, config),
         tokenizer=chat.tokenizer,
         history="template",
+        end_ids=(),
         config=config.rollout,
         vocab_size=len(chat.tokenizer),
         servers=engine.server_list,

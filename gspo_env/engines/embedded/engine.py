@@ -31,6 +31,7 @@ from gspo_env.engines.embedded.kv_cache import KVCache
 from gspo_env.engines.embedded.slots import Request, Sequences, Slot
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import use_ragged_attention
+from gspo_env.model.head import usable_ids
 from gspo_env.model.threads import keep_memory
 
 _MOST_LOGITS = 1 << 19
@@ -59,7 +60,7 @@ class TransformersEngine(Engine):
     ) -> None:
         use_ragged_attention(model)
         keep_memory()
-        self._model = model
+        self._model, self._ids = model, usable_ids(model)
         self._max_context = max_context
         self._max_step_tokens = max(max_step_tokens, max_slots)
         self._waiting: list[Request] = []
@@ -203,7 +204,7 @@ class TransformersEngine(Engine):
         if not ready:
             return
         tokens, logprobs = sample(
-            logits,
+            logits[..., : self._ids],
             [request.sampling.temperature for _, request in ready],
             [request.draw() for _, request in ready],
             [n for n, _ in ready],

@@ -23,6 +23,7 @@ from gspo_env.engines.base import (
 from gspo_env.engines.embedded.engine import sample
 from gspo_env.engines.embedded.model_cache import ModelCache
 from gspo_env.errors import EngineError
+from gspo_env.model.head import usable_ids
 
 _Key = TypeVar("_Key")
 
@@ -44,7 +45,7 @@ class UnbatchedEngine(Engine):
     def __init__(
         self, model: Any, *, max_slots: int = 128, max_context: int = 4096, whole_turns: bool = True
     ) -> None:
-        self._model = model
+        self._model, self._ids = model, usable_ids(model)
         self._max_slots, self._max_context = max_slots, max_context
         self._whole_turns = whole_turns
         # of sessions that wait for their next turn, and after first prompts; the oldest first
@@ -107,7 +108,9 @@ class UnbatchedEngine(Engine):
             if pending:
                 pending = self._feed(cache, pending)
             if not pending and cache.logits is not None:
-                [token], [logprob] = sample(cache.logits, [sampling.temperature], [draw()])
+                [token], [logprob] = sample(
+                    cache.logits[..., : self._ids], [sampling.temperature], [draw()]
+                )
                 token_ids.append(token)
                 logprobs.append(logprob)
                 stopped = sampling.ended(token_ids)

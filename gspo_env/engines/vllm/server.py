@@ -70,6 +70,11 @@ class VLLMServerEngine(ServerRequests):
         self.tolerance = config.tolerance
         self._config = config
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
+        if config.addresses and self._exporter.is_padded:
+            raise EngineError(
+                "the model has more ids than its tokenizer, which servers that already run would "
+                "sample; expected no addresses, so that the run starts servers without them"
+            )
         self._private = PrivateFolder("gspo-env-servers-")
         self._folder = Path(config.shared_folder or self._private.path) / "weights"
         self._transfer = config.transfer_for(next(model.parameters()).device.type)

@@ -1,0 +1,144 @@
+"""A model whose tokenizer has fewer ids, and whose makers list several ends of an action."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import numpy as np
+import pytest
+import torch
+from chat_families import FAMILIES
+
+from gspo_agents.frozen import FrozenAgent
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.batch.sample import Sample
+from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.engines import Sampling
+from gspo_env.engines.embedded.engine import TransformersEngine
+from gspo_env.engines.embedded.unpacked import UnbatchedEngine
+from gspo_env.learner import GSPO, Learner, LearnerConfig
+from gspo_env.model.export import Exporter, named_weights
+from gspo_env.model.head import usable_ids
+from gspo_env.model.load import match_tokenizer, save_model
+from gspo_env.recipes.build import build_model
+from gspo_env.recipes.tiny import Tiny
+
+PADDING = 40
+
+
+def model_for(tokenizer, padding=PADDING):
+    torch.manual_seed(0)
+    shape = Tiny(hidden_size=32, initializer_range=0.02)
+    return build_model(shape, len(tokenizer) + padding, tokenizer.eos_token_id, 0)
+
+
+@pytest.fixture
+def padded(tokenizer):
+    """A tiny model that prefers the ids that its tokenizer does not have."""
+    model = model_for(tokenizer)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[len(tokenizer) :] += 1
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    return model
+
+
+def generate(kind, model, prompt, temperature=1.0):
+    engine = kind(model, max_slots=4, max_context=128)
+    sampling = Sampling(max_tokens=30, temperature=temperature, seed=5)
+    try:
+        return asyncio.run(engine.generate(prompt, sampling))
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("engine", [TransformersEngine, UnbatchedEngine])
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_ids_that_the_tokenizer_lacks_have_no_probability_in_engine_and_trainer(
+    padded, tokenizer, caplog, monkeypatch, engine, linear, temperature
+):
+    prompt = [1, 2, 3]
+    assert max(generate(engine, padded, prompt).token_ids) >= len(tokenizer)
+    if not linear:
+        monkeypatch.setattr("gspo_env.model.head.linear_head", lambda *_: None)
+    with caplog.at_level(logging.INFO, "gspo_env"):
+        match_tokenizer(padded, tokenizer)
+    assert caplog.text.count("never sampled") == 1
+    done = generate(engine, padded, prompt, temperature)
+    assert max(done.token_ids) < len(tokenizer)
+    ids = np.array([*prompt, *done.token_ids])
+    turns = np.r_[-np.ones(3, dtype=np.int64), np.zeros(30, dtype=np.int64)]
+    sample = Sample(token_ids=ids, turn_ids=turns, advantages=np.zeros(30))
+    learner = Learner(padded, GSPO(), LearnerConfig(), total_steps=1, temperature=temperature)
+    trained = learner.logprobs(learner.pack([sample])).detach().numpy()
+    np.testing.assert_allclose(trained, done.logprobs, atol=2e-5)
+    padded.set_attn_implementation("sdpa")
+    logits = padded(torch.tensor(ids[None])).logits[0, 2:-1, : len(tokenizer)] / temperature
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
+    np.testing.assert_allclose(trained, expected.detach().numpy(), atol=2e-5)
+
+
+def test_an_engine_with_a_copy_gets_a_model_without_the_ids_that_the_tokenizer_lacks(
+    padded, tokenizer
+):
+    match_tokenizer(padded, tokenizer)
+    exporter = Exporter(padded, untie=True)
+    weights = dict(exporter.weights(named_weights(padded)))
+    copy = type(padded)(exporter.config)
+    copy.load_state_dict(weights, strict=True)
+    ids = torch.tensor([[1, 2, 3]])
+    assert copy(ids).logits.shape[-1] == len(tokenizer)
+    torch.testing.assert_close(copy(ids).logits, padded(ids).logits[..., : len(tokenizer)])
+
+
+def test_a_model_with_the_ids_of_its_tokenizer_is_left_as_it_is(tokenizer, caplog):
+    model = model_for(tokenizer, 0)
+    with caplog.at_level(logging.INFO, "gspo_env"):
+        match_tokenizer(model, tokenizer)
+    assert not hasattr(model.config, "usable_vocab_size")
+    assert usable_ids(model) == len(tokenizer)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "generation", "config"),
+    [
+        ("llama3", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], "<|end_of_text|>"),
+        ("qwen3", ["<|im_end|>", "<|endoftext|>"], "<|im_end|>"),
+        ("phi3", ["<|end|>", "<|assistant|>", "</s>"], "</s>"),
+        ("gemma", ["</s>", "<end_of_turn>"], "</s>"),
+        ("glm4", ["<|endoftext|>", "<|user|>", "<|observation|>"], "<|endoftext|>"),
+        ("smollm3", ["<|im_end|>", "a"], "<|end_of_text|>"),
+    ],
+)
+def test_every_end_that_a_model_lists_ends_actions_in_training_and_serving(
+    family, generation, config, tmp_path
+):
+    tokenizer = FAMILIES[family]()
+    ends = set(tokenizer.convert_tokens_to_ids(generation))
+    model = model_for(tokenizer, 0)
+    model.generation_config.eos_token_id = sorted(ends)
+    model.config.eos_token_id = tokenizer.convert_tokens_to_ids(config)
+    expected = ends | {model.config.eos_token_id}
+    save_model(model, tokenizer, tmp_path / "model")
+    frozen = FrozenAgent(tmp_path / "model")
+    agent = GSPOAgent(str(tmp_path / "model"), "gspo/Lookup-v0")
+    try:
+        assert expected <= set(agent.chat.stop_ids)
+        assert agent.chat.stop_ids == frozen.chat.stop_ids
+    finally:
+        agent.close()
+    for end in expected:
+        ids = [*agent.chat.encode("birch"), end]
+        assert agent.chat.decode(ids) == agent.chat.decode(ids[:-1])
+
+
+def test_the_default_end_of_a_class_that_is_an_ordinary_token_ends_nothing(tokenizer):
+    model = model_for(tokenizer, 0)
+    plain = tokenizer.convert_tokens_to_ids("a")
+    model.config.eos_token_id = model.generation_config.eos_token_id = plain
+    chat = ChatTokenizer(tokenizer, end_ids=match_tokenizer(model, tokenizer))
+    assert plain not in chat.stop_ids
