@@ -209,9 +209,13 @@ class ActionParser:
             content = to_rendering(parts.get("content") or "")
             reasoning = next((parts[key] for key in _REASONING_KEYS if parts.get(key)), None)
             reasoning = None if reasoning is None else to_rendering(reasoning)
-            own = parse_message(to_text(rendering), tools, in_reasoning=in_reasoning)[0].tool_calls
-            own = own or read_calls(list(parts.get("tool_calls") or ()))
-            calls = _calls_for_template(Message(role="assistant", content="", tool_calls=own))
+            text_calls = parse_message(to_text(rendering), tools, in_reasoning=in_reasoning)[
+                0
+            ].tool_calls
+            text_calls = text_calls or read_calls(list(parts.get("tool_calls") or ()))
+            calls = _calls_for_template(
+                Message(role="assistant", content="", tool_calls=text_calls)
+            )
             calls = map_texts(calls, to_rendering)
         except Exception as error:  # a library parses what a model wrote: anything may be raised
             logger.info("An action does not fit the response template: %s", error)

@@ -155,13 +155,13 @@ def match_tokenizer(model: Any, tokenizer: Any) -> tuple[int, ...]:
     those of the generation config and of the config. One id alone counts only if it is an added
     token, since it may be the default of the model's class.
     """
-    size, known = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values())
-    if known + 1 < size:
-        model.config.get_text_config().usable_vocab_size = known + 1
+    size, highest = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values())
+    if highest + 1 < size:
+        model.config.get_text_config().usable_vocab_size = highest + 1
         logger.info(
             "The model has %d ids and its tokenizer %d: the others are never sampled.",
             size,
-            known + 1,
+            highest + 1,
         )
     settings = [getattr(model, "generation_config", None), model.config.get_text_config()]
     ends: set[int] = set()
