@@ -223,6 +223,8 @@ def _base(
     if recipe is not None:
         config = override(config, {"recipe": recipe})
         config = override(config, config.recipe.changes)
+    elif getattr(config.recipe, "demonstrates", False):  # the model has imitated already
+        config = override(config, {"recipe": {"imitation_steps": 0}})
     return override(config, tree | {"env_kwargs": config.env_kwargs})
 
 

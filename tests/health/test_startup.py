@@ -181,6 +181,15 @@ FLAT = {"rollout/zero_variance_groups": 1.0, "train/advantage_rms": 0.0, "train/
 
 
 @pytest.mark.parametrize(
+    ("model", "success", "shown"), [("m", 0.0, True), ("m", 0.1, False), ("", 0.0, False)]
+)
+def test_a_named_model_that_never_succeeds_is_advised_to_imitate(model, success, shown):
+    (finding,) = first_steps([FLAT | {"rollout/success": success}] * 3, model=model)
+    assert ("--recipe imitate" in finding.advice) == shown
+
+
+
+@pytest.mark.parametrize(
     ("change", "name"),
     [
         (FLAT, "no_variance"),

@@ -6,7 +6,7 @@ import pytest
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.chat import ChatTokenizer
-from gspo_env.cli.main import main
+from gspo_env.cli.main import main, parse
 from gspo_env.config import Config, from_dict, override
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, TrainingError
@@ -86,6 +86,15 @@ def test_a_model_imitates_the_successes_of_a_teacher_and_its_run_resumes(
     resumed = GSPOAgent.resume(tmp_path / "run", dataclasses.replace(settings, steps=2))
     assert [step for step, _ in resumed.train()][-1] == 2  # from the same weights
     assert resumed.metrics()["eval/success"] >= 0.9
+
+
+def test_a_run_that_continues_a_model_that_has_imitated_does_not_imitate_again(half, tmp_path):
+    agent = GSPOAgent(config=config(half, tmp_path / "run"))
+    agent.train()
+    for flags, steps in ([], 0), (["--imitation-steps", "3"], 3):
+        again = parse(["train", "--model", str(tmp_path / "run"), *flags]).resolved
+        assert again.recipe.imitation_steps == steps
+        assert again.recipe.demonstrations == agent.config.recipe.demonstrations
 
 
 def test_no_task_of_the_evaluation_is_demonstrated(half, tmp_path):
