@@ -188,7 +188,6 @@ def test_a_named_model_that_never_succeeds_is_advised_to_imitate(model, success,
     assert ("--recipe imitate" in finding.advice) == shown
 
 
-
 @pytest.mark.parametrize(
     ("change", "name"),
     [
