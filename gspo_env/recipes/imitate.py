@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Interval
 
+from gspo_env.errors import ConfigError
 from gspo_env.recipes.base import Recipe
 from gspo_env.registry import check_values
 
@@ -39,6 +40,15 @@ class Imitate(Recipe):
     def __post_init__(self) -> None:
         """Rejects invalid values."""
         check_values(self)
+        if self.conversations and self.teacher != "expert":
+            raise ConfigError(
+                f"teacher is {self.teacher!r} and conversations {self.conversations!r}; expected "
+                "one of them to imitate"
+            )
+        if self.slips and (self.conversations or self.teacher != "expert"):
+            raise ConfigError(
+                f"slips is {self.slips}, and no expert plays; expected 0, or --teacher expert"
+            )
 
     @property
     def demonstrates(self) -> bool:
@@ -59,10 +69,10 @@ class SmolLM2(Imitate):
         "eval_every": 5,
         "rollout": {"max_turn_tokens": 40, "max_context": 512, "concurrency": 64},
         "loss": {"clip_low": 0.03, "clip_high": 0.05},
-        "learner": {"learning_rate": 1e-4, "warmup_steps": 4, "lora_rank": 16},
+        "learner": {"learning_rate": 2e-4, "warmup_steps": 4, "lora_rank": 16},
     }
 
-    demonstrations: Annotated[int, Ge(1)] = 128
-    imitation_steps: Annotated[int, Ge(0)] = 16
+    demonstrations: Annotated[int, Ge(1)] = 256
+    imitation_steps: Annotated[int, Ge(0)] = 32
     imitation_batch: Annotated[int, Ge(1)] = 8
     imitation_learning_rate: Annotated[float, Gt(0)] = 1e-3

@@ -10,6 +10,7 @@ from gspo_env.cli.main import main, parse
 from gspo_env.config import Config, from_dict, override
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, TrainingError
+from gspo_env.recipes import Imitate
 from gspo_env.recipes.build import TEMPLATE, build_tokenizer, imitation_samples
 from gspo_env.recipes.teacher import in_format, training_tasks
 from gspo_env.rollout.play import demonstrator, play_now
@@ -118,6 +119,19 @@ def test_a_teacher_with_nothing_to_imitate_is_an_error(half, tmp_path, env, reci
     with pytest.raises(error, match=match):
         GSPOAgent(config=config(half, tmp_path / "run", env, **recipe)).train()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "match"),
+    [
+        ({"teacher": "self", "conversations": "c.jsonl"}, "expected one of them to imitate"),
+        ({"teacher": "self", "slips": 0.1}, "slips is 0.1, and no expert plays"),
+        ({"conversations": "c.jsonl", "slips": 0.1}, "slips is 0.1, and no expert plays"),
+    ],
+)
+def test_settings_of_another_teacher_are_refused(recipe, match):
+    with pytest.raises(ConfigError, match=match):
+        Imitate(**recipe)
 
 
 def test_a_recipe_that_builds_a_model_takes_none(half, capsys):
