@@ -49,13 +49,14 @@ from gspo_env.model.threads import use_threads
 from gspo_env.redaction import write_text
 from gspo_env.registry import load_function
 from gspo_env.rollout.collector import Collector
+from gspo_env.seeding import derive_seed
 from gspo_env.tracking.base import MODEL
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker, parts, start
 from gspo_env.training.checkpoints import Checkpoints, CheckpointWriter
 from gspo_env.training.interrupt import stop_on_signals
 from gspo_env.training.loop import History, Loop, evaluate
-from gspo_env.training.resume import Resumed, open_run, run_facts
+from gspo_env.training.resume import Resumed, open_run, run_facts, seed_generators
 from gspo_env.training.split import Split
 from gspo_env.trust import needs_flags, read_saved, record
 from gspo_env.types import Episode, Group, Prompt, Role, Task
@@ -149,6 +150,9 @@ class GSPOAgent:
         """
         config, resumed = self.config, self._resumed
         check_learning(self.model, config)
+        seed_generators(
+            derive_seed(config.seed, "generators")
+        )  # a checkpoint replaces their states
         recipe: Any = config.recipe
         if self._source and resumed is None and getattr(recipe, "demonstrates", False):
             gather = load_function("gspo_agents.demonstrations:gather", "recipe")

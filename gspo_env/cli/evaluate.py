@@ -59,6 +59,10 @@ class Evaluate:
         if model == "scripted":
             if len(self.env) > 1:
                 raise ConfigError(f"env is {' '.join(self.env)}; expected one for 'scripted'")
+            if self.seed:
+                raise ConfigError(
+                    f"seed is {self.seed}, and a scripted agent samples nothing; expected no --seed"
+                )
             env = "".join(self.env) or "gspo/Lookup-v0"
             agent = load_agent("scripted")(env, **self.env_kwargs)
             tasks = self.tasks or 256

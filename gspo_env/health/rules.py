@@ -168,7 +168,7 @@ def engine(run: RunRecord, limit: float) -> Explanation | None:
 @rule(
     limit=0.5,
     needs=("rollout/staleness_mean",),
-    explains=("clipped", "collapse", "no_variance", "no_progress"),
+    explains=("clipped", "collapse", "no_variance", "few_advantages", "no_progress"),
 )
 def stale(run: RunRecord, limit: float) -> Explanation | None:
     """Episodes are so old that their ratios start outside the clip range.
@@ -196,6 +196,7 @@ def stale(run: RunRecord, limit: float) -> Explanation | None:
         "truncated",
         "hacking",
         "no_variance",
+        "few_advantages",
         "no_progress",
     ),
 )
@@ -382,7 +383,7 @@ def clipped(run: RunRecord, limit: float) -> Explanation | None:
 @rule(
     limit=0.9,
     needs=("rollout/zero_variance_groups",),
-    explains=("no_progress",),
+    explains=("few_advantages", "no_progress"),
     at_start=1.0,
 )
 def no_variance(run: RunRecord, limit: float) -> Explanation | None:
@@ -416,6 +417,24 @@ def no_variance(run: RunRecord, limit: float) -> Explanation | None:
         "Normal on hard tasks. Use tasks that the policy solves sometimes (arguments of the "
         f"environment, --curriculum ladder), a stronger model, larger groups ({size}), or rewards "
         "for parts of the way."
+    )
+
+
+@rule(limit=0.05, needs=("train/advantage_share_min", "rollout/success"), explains=("no_progress",))
+def few_advantages(run: RunRecord, limit: float) -> Explanation | None:
+    """Next to no episode of a minibatch has an advantage, and the task is not solved.
+
+    Adam divides a gradient by its own size, so such a step is as long as any other.
+    """
+    fewest = run.late("train/advantage_share_min") or 0.0
+    if fewest >= limit or run.solved:
+        return None
+    rate, parts = (setting(run, f"learner.{name}") for name in ("learning_rate", "minibatches"))
+    return (
+        f"Steps follow a few episodes: of the minibatch with the fewest, {share(fewest)} of the "
+        f"episodes have an advantage {when(run)}, and Adam moves the weights as far as ever.",
+        f"Lower the learning rate ({rate}) or the number of minibatches ({parts}), take more tasks "
+        "a step, or replace groups without variance (--max-resamples 4).",
     )
 
 

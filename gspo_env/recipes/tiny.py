@@ -28,8 +28,8 @@ class Tiny(Recipe):
         "rollout": {"max_turn_tokens": 32, "max_context": 512},
         "loss": {"clip_low": 0.03, "clip_high": 0.05},
         "learner": {
-            "learning_rate": 1e-3,
-            "warmup_steps": 20,
+            "learning_rate": 4e-4,
+            "warmup_steps": 8,
             "schedule": "cosine",
             "max_grad_norm": 0.1,
         },

@@ -110,13 +110,15 @@ def episodes_figure(arms: Sequence[RunArm]) -> Figure:
 
 def _stop_reasons(axis: Axes, arm: RunArm) -> dict[str, Any]:
     """Stacks the shares of the stop reasons, as the mean over the runs; returns the handles."""
+    from matplotlib import colormaps
+
     bands = {reason.value: band(arm, f"rollout/stop/{reason}") for reason in StopReason}
     shares = {name: b for name, b in bands.items() if b is not None and b.middle.max() > 0}
     if not shares:
         return {}
     steps = next(iter(shares.values())).steps
     shares = {name: b for name, b in shares.items() if len(b.steps) == len(steps)}
-    colours = [f"C{list(bands).index(name)}" for name in shares]
+    colours = [colormaps["tab20"](list(bands).index(name)) for name in shares]
     rows = [b.middle for b in shares.values()]
     if len(steps) == 1:  # an area of one step would be invisible
         steps, rows = np.array([steps[0] - 0.5, steps[0] + 0.5]), [np.repeat(r, 2) for r in rows]

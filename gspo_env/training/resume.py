@@ -205,6 +205,15 @@ def generator_states() -> dict[str, Any]:
     }
 
 
+def seed_generators(seed: int) -> None:
+    """Seeds the global generators, which environments and models may use."""
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def set_generator_states(states: Mapping[str, Any]) -> None:
     """Sets the global generators to the result of `generator_states`."""
     import torch

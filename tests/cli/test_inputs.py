@@ -24,6 +24,7 @@ def _folder(tmp_path, monkeypatch):
     [
         (["train", "--seed", str(2**64)], "expected an integer in [0, 9223372036854775808)"),
         (["evaluate", "--model", "scripted", "--seed", str(10**30)], "an integer in [0, 92"),
+        (["evaluate", "--model", "scripted", "--seed", "3"], "a scripted agent samples nothing"),
         (["evaluate", "--model", "scripted", "--seed=-1"], "expected an integer in [0, 9"),
         (["train", "--env-kwargs", "hops=abc"], "hops is 'abc', expected a whole number or two"),
         (["train", "--env-kwargs", "hops=[1,2,3]"], "hops is [1, 2, 3], expected a whole number"),

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -26,6 +27,7 @@ from gspo_env.recipes.build import build_model, build_tokenizer
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.seeding import HELD_OUT
 from gspo_envs.data.rewards import Attempt, RewardModel, Rewards, conversation_encoder, load_reward
+from gspo_envs.data.rows import TaskRows
 
 SUMS = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(5) for b in range(5)]
 
@@ -112,7 +114,7 @@ def assert_same_tasks(sources):
         assert env.step(str(eval(expected[-1][8:-1])))[1:3] == (1.0, True)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.5])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.15, 0.25, 0.3, 0.4, 0.5])
 def test_evaluation_and_training_never_see_each_others_rows(share):
     env = make(held_out=share)
     train, held = prompts(env, range(400)), prompts(env, range(HELD_OUT, HELD_OUT + 400))
@@ -120,6 +122,19 @@ def test_evaluation_and_training_never_see_each_others_rows(share):
         assert not train & held
         assert len(held) == int(25 * share)
     assert len(train | held) == 25
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.4, 0.5])
+@pytest.mark.parametrize("count", [2, 3, 9, 11])
+def test_few_rows_are_not_shared_by_training_and_evaluation(share, count):
+    rows = TaskRows([{"n": n} for n in range(count)], held_out=share)
+    picked = [
+        {rows.pick(np.random.default_rng(s), first + s)[1] for s in range(200)}
+        for first in (0, HELD_OUT)
+    ]
+    assert not picked[0] & picked[1]
+    assert picked[0] | picked[1] == set(range(count))
+    assert len(picked[1]) == max(1, int(count * share))
 
 
 def test_functions_of_every_kind_are_weighted_summed_and_named(mine):

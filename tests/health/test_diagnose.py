@@ -36,7 +36,7 @@ GOOD = {
     **{"rollout/zero_variance_groups": (0.1, 0.3), "train/clipped_fraction": (0.05, 0.1)},
     **{"train/entropy": (0.5, 0.2), "train/grad_norm": (0.3, 0.2)},
     **{"train/advantage_rms": (0.5, 0.4), "eval/success": (0.1, 0.8)},
-    **{"eval/return": (0.2, 0.9)},
+    **{"eval/return": (0.2, 0.9), "train/advantage_share_min": (1.0, 0.2)},
 }
 """A sound run: each metric at its beginning and at its end."""
 STUCK = {
@@ -145,6 +145,22 @@ CASES = [
             **{"rollout/zero_variance_groups": (0.95, 0.95)},
             **{"rollout/success": (0.1, 1.0), "eval/success": (0.1, 1.0)},
         },
+    ),
+    (
+        "few_advantages",
+        {"train/advantage_share_min": (0.2, 0.0)},
+        {"train/advantage_share_min": (0.2, 0.0), "rollout/success": (0.1, 0.99)},
+    ),
+    ("few_advantages", {"train/advantage_share_min": (0.0, 0.0)}, {}),
+    (
+        "few_advantages",
+        {"train/advantage_share_min": (0.04, 0.04)},
+        {"train/advantage_share_min": (0.06, 0.06)},
+    ),
+    (
+        "no_variance",
+        {**STUCK, "train/advantage_share_min": (0, 0), "rollout/zero_variance_groups": (1, 1)},
+        {"train/advantage_share_min": (0.2, 0.2)},
     ),
     ("gradient", {"train/skipped_steps": (0.1, 0.1)}, {"train/skipped_steps": (0.03, 0.03)}),
     ("gradient", {"train/grad_norm": (0.0, 0.0)}, {"train/grad_norm": (1e-9, 1e-9)}),

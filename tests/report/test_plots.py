@@ -6,10 +6,14 @@ import io
 import math
 
 import numpy as np
+import pytest
 
 from gspo_env.config import Config
 from gspo_env.health.record import RunRecord
 from gspo_env.report import learning_curve
+from gspo_env.report.arms import RunArm
+from gspo_env.report.plots import episodes_figure
+from gspo_env.types import StopReason
 
 
 def draw(history):
@@ -44,3 +48,15 @@ def test_lines_that_coincide_are_told_apart_and_those_at_the_edge_are_visible():
 
 def test_an_empty_history_is_drawn():
     assert [len(axis.get_lines()) for axis in draw([]).axes] == [0, 0]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_each_stop_reason_has_a_colour_and_a_label_of_its_own(steps):
+    shares = {f"rollout/stop/{reason}": 1 / len(StopReason) for reason in StopReason}
+    shares["rollout/success"] = 0.5
+    run = RunRecord.in_progress(Config(), [(n + 1, shares) for n in range(steps)])
+    axis = episodes_figure([RunArm(name="a", runs=(run,))]).axes[0]
+    colours = {tuple(np.ravel(stack.get_facecolor())) for stack in axis.collections}
+    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert len(colours) == len(labels) == len(StopReason)
+    assert labels == [reason.value for reason in StopReason]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from runs import timeless
@@ -21,7 +23,7 @@ from gspo_env.credit.estimate import CreditConfig
 from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.training.checkpoints import Checkpoints
-from gspo_env.training.resume import changed_config
+from gspo_env.training.resume import changed_config, seed_generators
 from gspo_env.trust import record
 
 SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_learning_rate=1e-2)
@@ -312,3 +314,13 @@ def test_a_run_is_not_trained_twice_in_one_process(tmp_path):
         Checkpoints(tmp_path, CheckpointConfig())
     with Checkpoints(tmp_path, CheckpointConfig()):
         pass
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: float(torch.rand(()))])
+def test_the_global_generators_of_a_run_follow_from_its_seed(draw):
+    draws = []
+    for seed in (5, 5, 2**64 - 1):
+        draw()
+        seed_generators(seed)
+        draws.append(draw())
+    assert draws[0] == draws[1] != draws[2]

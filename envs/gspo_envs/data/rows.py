@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import lru_cache
@@ -19,6 +20,9 @@ from gspo_env.seeding import HELD_OUT, fingerprint
 
 _SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
 """Roles by their names in ShareGPT's format."""
+
+_ROUNDING = 1e-9
+"""Added before a product is rounded down."""
 
 Message = dict[str, str]
 Rows = Sequence[Mapping[str, Any]]
@@ -59,13 +63,23 @@ class TaskRows:
             if type(wanted) is not int or not 0 <= wanted < len(rows):
                 raise ConfigError(f"row is {wanted!r}, expected 0 to {len(rows) - 1}.")
             return rows[wanted], wanted
-        # every k-th row is held out, so that no list of them is needed
-        every = round(1 / self._share) if self._share else 0
-        held = len(rows) // every if every else 0
+        # the held-out rows are spread evenly, so that no list of them is needed
+        held = _count(len(rows), self._share)
         drawn = int(rng.integers(held if evaluation and held else len(rows) - held))
-        if held:
-            drawn = (drawn + 1) * every - 1 if evaluation else drawn + drawn // (every - 1)
+        if evaluation and held:
+            drawn = self._place(drawn)
+        elif held:  # passes over the held-out rows before it
+            drawn += bisect_right(range(held), drawn, key=lambda n: self._place(n) - n)
         return rows[drawn], drawn
+
+    def _place(self, n: int) -> int:
+        """Returns the index of the n-th held-out row."""
+        return min(int((n + 1) / self._share + _ROUNDING), len(self._train)) - 1
+
+
+def _count(rows: int, share: float) -> int:
+    """Returns how many rows are held out: at least one, if there is a share and another row."""
+    return max(int(rows * share + _ROUNDING), int(share > 0 and rows > 1))
 
 
 def read_chat(value: Any, where: str) -> tuple[str | None, list[Message]]:
