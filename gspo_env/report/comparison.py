@@ -128,8 +128,8 @@ def _heights(curves: FloatArray, episodes: Sequence[float]) -> FloatArray:
     """Returns the area under each curve divided by its length, (S,)."""
     if len(episodes) == 1:
         return curves[:, 0]
-    heights: FloatArray = np.trapezoid(curves, episodes) / (episodes[-1] - episodes[0])
-    return heights
+    areas: FloatArray = np.asarray(np.trapezoid(curves, episodes))
+    return areas / (episodes[-1] - episodes[0])
 
 
 def _curves(
