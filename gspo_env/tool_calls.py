@@ -334,6 +334,8 @@ def _hermes(text: str, start: int, schemas: Schemas) -> Reading:
 def _glm(text: str, inner: int, start: int, schemas: Schemas) -> Reading:
     """Reads `NAME`, pairs of `<arg_key>` and `<arg_value>`, and `</tool_call>`."""
     close = text.find(_END_OF_HERMES, start)
+    if close >= 0 and text.find(_HERMES, inner, close) >= 0:
+        close = -1  # the closing mark is that of a later call
     body = text[inner : close if close >= 0 else inner]
     name, *parts = body.split("<arg_key>")
     name = name.strip()

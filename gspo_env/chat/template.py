@@ -38,6 +38,9 @@ _LONGEST_ERROR = 500
 _GLUE, _SEPARATOR = "\udfff", "\udffe"
 """Marks what may begin a control token in a template, and the letters of texts; in no rendering."""
 _LETTER = re.compile("[\ud800-\udbff][\udc00-\udfff]|\\S")
+_HOW_TO_CALL = (
+    'To call a tool, write <tool_call>{"name": "NAME", "arguments": {"KEY": "VALUE"}}</tool_call>.'
+)
 _SCHEMA_WORDS = """type function name description parameters object properties required string
 number integer boolean array null items enum default title format anyOf oneOf allOf const $ref
 id arguments"""
@@ -102,6 +105,8 @@ class ChatTemplate:
     def _render_fitted(self, key: str, conversation: tuple[Chat, Schemas, bool]) -> str:
         """Renders a conversation; `key` identifies it in the cache."""
         messages, schemas, generation = conversation
+        if self.takes_text_arguments:
+            messages = [_with_text_arguments(m) if m.get("tool_calls") else m for m in messages]
         if any(m.get("tool_calls") for m in messages) and not self.shows_calls:
             self._warn("does not show tool calls; they are appended to the text of their message")
             messages = [_with_calls(m) if m.get("tool_calls") else m for m in messages]
@@ -134,8 +139,17 @@ class ChatTemplate:
     @cached_property
     def shows_calls(self) -> bool:
         """Whether the template shows the calls of an assistant's message."""
+        return self._shows_calls({}) or self.takes_text_arguments
+
+    @cached_property
+    def takes_text_arguments(self) -> bool:
+        """Whether the template shows calls only if their arguments are JSON text."""
+        return not self._shows_calls({}) and self._shows_calls("{}")
+
+    def _shows_calls(self, arguments: Any) -> bool:
         name = self.marker(0)
-        call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": {}}}
+        function = {"name": name, "arguments": arguments}
+        call = {"type": "function", "id": "call00000", "function": function}
         for content in ("x", ""):
             for follow in ({"role": "tool", "tool_call_id": "call00000", "name": name}, {}):
                 user, action, result = _chat(("user", "assistant", "user"))
@@ -242,6 +256,7 @@ class ChatTemplate:
     def _fit(self, messages: Chat, schemas: Schemas) -> tuple[Chat, Schemas]:
         """Returns messages and tools that the template accepts."""
         if schemas and not self.shows_tools:
+            self._warn("does not list tools; the system message lists them and how to call one")
             messages, schemas = _list_tools(messages, schemas), ()
         if messages[0]["role"] == "system" and not self.takes_system:
             self._warn("refuses system messages; the first user message begins with the text")
@@ -264,9 +279,19 @@ def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**others, "content": "\n".join(filter(None, lines))}
 
 
+def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes the arguments of the calls of a message as JSON."""
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
 def _list_tools(messages: Chat, schemas: Schemas) -> Chat:
-    """Adds a list of the tools to the system message."""
-    listing = "Tools:\n" + "\n".join(json.dumps(schema) for schema in schemas)
+    """Adds a list of the tools, and the form of a call, to the system message."""
+    lines = [json.dumps(schema, ensure_ascii=False) for schema in schemas]
+    listing = "\n".join(["Tools:", *lines, _HOW_TO_CALL])
     first, *others = messages
     if first["role"] != "system":
         return [{"role": "system", "content": listing}, *messages]

@@ -272,9 +272,9 @@ class ChatTokenizer:
     def _check_roles(self) -> None:
         """Detects templates whose roles are marked by text, which a message can contain too."""
         before, _, after = self._after_action("user").partition(self._observation)
-        ends = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id}
-        opening = set(self.text.controls_of(before)) - ends
-        closing = set(self.text.controls_of(after)) - ends - {self.end_of_turn}
+        ends = {self.tokenizer.eos_token_id, self.end_of_turn}
+        opening = set(self.text.controls_of(before)) - {self.tokenizer.eos_token_id}
+        closing = set(self.text.controls_of(after)) - ends
         if not (opening and closing):
             logger.warning(
                 "The chat template marks who speaks by plain text, not by control tokens: a text "

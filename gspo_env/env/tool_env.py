@@ -199,7 +199,7 @@ def _as_text(name: str, result: object) -> str:
         EnvironmentContractError: It is none, such as an image.
     """
     if isinstance(result, (dict, list)):
-        return clean(json.dumps(result))
+        return clean(json.dumps(result, ensure_ascii=False))
     if result is not None and not isinstance(result, _TEXTS):
         raise EnvironmentContractError(
             f"tool {name}: its result is of type {type(result).__name__}, expected text, a number, "

@@ -94,7 +94,9 @@ def format_tool_call(name: str, arguments: dict[str, Any]) -> str:
         >>> format_tool_call("lookup", {"key": "amber"})
         '<tool_call>{"name": "lookup", "arguments": {"key": "amber"}}</tool_call>'
     """
-    return f"{_OPEN}{json.dumps({'name': name, 'arguments': arguments})}{_CLOSE}"
+    return (
+        f"{_OPEN}{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}{_CLOSE}"
+    )
 
 
 def tool_call_frames(tool: Tool) -> list[str]:

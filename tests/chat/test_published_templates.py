@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from gspo_env.chat.conversation import Transcript
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.env.tools import as_tool, tool
+from gspo_env.tool_calls import parse_tool_calls
 from gspo_env.types import Message, Prompt, StepInfo, ToolCall
 from stress import control_tokens as ATTACK
 
@@ -163,6 +167,8 @@ def test_each_prompt_of_a_conversation_with_calls_is_what_the_template_renders(
         pytest.skip("without a response template, nothing says what is reasoning")
     if not chat.template.shows_calls or not chat.template.takes_tool_role:
         pytest.skip("the template shows no calls")
+    if chat.template.takes_text_arguments:
+        pytest.skip("the template itself takes no arguments as an object")
     conversation = [Message(role="user", content="find it")]
     returned_messages = list(conversation)
     transcript = Transcript(chat, Prompt(tools=(LOOK,)))
@@ -219,3 +225,49 @@ def test_an_action_is_parsed_with_the_response_template_of_its_tokenizer():
         ).message
         is None
     )
+
+
+WORDS = st.text(
+    st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="<>|"), max_size=9
+)
+SETTINGS = st.fixed_dictionaries(
+    {"key": WORDS.map(str.strip)},
+    optional={"n": st.integers(-99, 99), "maybe": st.none(), "flag": st.booleans()},
+)
+PROPERTIES = {
+    "key": {"type": "string"},
+    "n": {"type": "integer"},
+    "maybe": {"type": ["integer", "null"]},
+    "flag": {"type": "boolean"},
+}
+BEFORE = ["", "I look. ", "I write <tool_call>, so: ", "Not [TOOL_CALLS], but: "]
+UNESCAPED = ("lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl")
+"""Templates that put texts into quotes as they are."""
+ANY = dataclasses.replace(
+    LOOK, parameters={"type": "object", "properties": PROPERTIES, "required": []}
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(arguments=SETTINGS | st.just({}), before=st.sampled_from(BEFORE))
+def test_a_call_that_a_template_writes_is_read_back(chat, request, arguments, before):
+    if not chat.template.shows_calls:
+        return
+    if request.node.callspec.params["chat"] in UNESCAPED:
+        arguments = {
+            k: re.sub(r"['\\\\]", "", v) if k == "key" else v for k, v in arguments.items()
+        }
+    call = {"name": "look", "arguments": arguments}
+    question = {"role": "user", "content": "find it"}
+    answer = {
+        "role": "assistant",
+        "content": before,
+        "tool_calls": [{"type": "function", "function": call}],
+    }
+    chats = [question], [question, answer]
+    shown = [chat.template.render(c, [ANY.schema], generation=False) for c in chats]
+    text = chat.text.to_text(shown[1].removeprefix(shown[0]))
+    for action in (text, text.rstrip()):
+        action = action.partition("</think>")[2] or action
+        calls = parse_tool_calls(action, [ANY])
+        assert calls == [ToolCall(name="look", arguments=arguments)], action

@@ -3,6 +3,7 @@ token."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from typing import ClassVar
@@ -15,9 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 from gspo_env.chat.encode import TextEncoder
 from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.env.tools import Tool
 from gspo_env.errors import ChatTemplateError
 from gspo_env.recipes.build import TEMPLATE, build_tokenizer
-from gspo_env.types import Prompt
+from gspo_env.tool_calls import parse_tool_calls
+from gspo_env.types import Prompt, ToolCall
 
 HARMLESS = "Follow 3 links from the stone, then say: birch!"
 QWEN_LIKE = (
@@ -256,3 +259,46 @@ def test_the_words_of_an_added_token_are_text_if_the_vocabulary_can_form_them():
 
 def user(text):
     return {"role": "user", "content": text}
+
+
+SMOL = (
+    "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are helpful<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def smol(families):
+    """The template of SmolLM2: roles are marked by BOS and EOS, and it has no tools."""
+    tokenizer = copy.deepcopy(families["qwen3"]())
+    tokenizer.chat_template, tokenizer.bos_token = SMOL, "<|im_start|>"
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("family", "warns"), [("smol", False), ("qwen3", False), ("zephyr", True), ("llama2", True)]
+)
+def test_a_template_whose_marks_are_bos_and_eos_does_not_mark_who_speaks_by_text(
+    families, caplog, family, warns
+):
+    ChatTokenizer(smol(families) if family == "smol" else families[family]())
+    assert ("by plain text" in caplog.text) == warns
+
+
+def test_a_template_without_tools_gets_them_with_the_form_of_a_call_that_is_read(families, caplog):
+    chat = ChatTokenizer(smol(families))
+    look = Tool(
+        name="look",
+        description="Sieht nach: Größe.",
+        parameters={"type": "object", "properties": {}},
+        function=print,
+        validator=None,
+    )
+    for system in (None, "Be brief."):
+        text = chat.decode_all(chat.start("go", Prompt(system=system, tools=(look,))))
+        assert text.count("To call a tool") == 1
+        assert "Größe" in text
+        example = text.partition("write ")[2].partition(".<|im_end|>")[0]
+        assert parse_tool_calls(example) == [ToolCall(name="NAME", arguments={"KEY": "VALUE"})]
+    assert caplog.text.count("how to call one") == 1
