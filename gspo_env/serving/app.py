@@ -89,8 +89,9 @@ def _endpoint(server: PolicyServer, dialect: Dialect) -> Handler:
 def _write(dialect: Dialect, request: Request, reply: Reply) -> Response:
     if reply.finish_reason == "context":
         raise RefusedError(
-            f"prompt is too long: {reply.prompt_tokens} tokens are more than the maximum context "
-            "length of the model allows; shorten the conversation",
+            f"prompt is too long: its {reply.prompt_tokens} tokens and those of the answer are "
+            "more than the maximum context length of the model; shorten the conversation, or ask "
+            "for fewer tokens",
             code="context_length_exceeded",
             param="messages",
         )

@@ -107,6 +107,9 @@ class ChatPolicy:
             raise RefusedError(str(error), param="messages") from None
         limit = self._limits.max_turn_tokens
         limit = min(request.max_tokens or limit, limit)
+        room = self._limits.max_context - len(prompt.ids)
+        if request.max_tokens is None and room > 0:
+            limit = min(limit, room)
         if len(prompt.ids) + limit > self._limits.max_context:
             return self._refuse(conversation, len(prompt.ids))
         temperature, seed = request.temperature, request.seed

@@ -107,6 +107,18 @@ def test_limits_are_those_of_training(served):
     assert error["code"] == "context_length_exceeded"
 
 
+def test_a_prompt_that_leaves_less_room_than_the_limit_is_answered_within_it(served):
+    words, room = [], 100
+    while room > 7:
+        words.append("amber")
+        messages = [{"role": "user", "content": " ".join(words)}]
+        room = 128 - post(served, messages=messages).json()["usage"]["prompt_tokens"]
+    assert served.engine.asked[-1][1].max_tokens == room
+    error = post(served, messages=messages, max_tokens=8).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "those of the answer" in error["message"]
+
+
 @pytest.mark.parametrize("channel", ["user", "earlier", "call"])
 def test_a_prompt_that_is_too_long_by_its_characters_is_not_encoded(
     served, chat, monkeypatch, channel
