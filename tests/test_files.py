@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -84,6 +85,31 @@ def test_a_link_in_the_folder_of_a_run_is_refused_and_nothing_is_written(
 def test_a_pipe_in_the_folder_of_a_run_is_refused(capsys, run, command):
     os.mkfifo(run / "warnings.txt")
     assert "is no regular file" in refused(capsys, *COMMANDS[command])
+
+
+DAMAGE = {
+    "metrics.jsonl": b'{"step": 1, "time": 0, "metrics": ' + b"[" * 100_000 + b"\n",
+    "metrics.jsonl ": b'{"step": [], "time": {}, "metrics": {"a": {}}}\n[]\n1\n{"step": 1}\n',
+    "tracking/calls.jsonl ": b'{"name": "x", "arguments": 5, "after": "a"}\n',
+    "tracking/none.json": b'{"id": 5, "metrics": -7, "calls": "x"}',
+    "tracking/run.json": b"[" * 100_000,
+    "tracking/calls.jsonl": b"[" * 100_000 + b"\n",
+    "episodes/tokens.json": b"[" * 100_000,
+    "checkpoints/step-000001/manifest.json": b'{"format": 1, "files": ' + b'{"a":' * 90_000,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("command", ["view", "report", "diagnose", "resume", "sync"])
+def test_a_damaged_file_of_a_run_is_no_traceback(run, capsys, command, name):
+    (run / name.strip()).write_bytes(DAMAGE[name])
+    with contextlib.suppress(SystemExit):
+        main(COMMANDS[command])
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_its_facts_is_one_sentence(run, capsys):
+    assert "state.json' has config = None; expected str" in refused(capsys, *COMMANDS["resume"])
 
 
 def test_links_above_the_folder_and_to_the_best_checkpoint_are_allowed(run):

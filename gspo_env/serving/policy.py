@@ -23,6 +23,8 @@ from gspo_env.types import Message, Prompt, StepInfo
 
 _KEPT = 256
 """Conversations whose sampled ids are kept, so that later requests can continue them."""
+_COLDEST = 1e-6
+"""Lowest temperature that is sampled with; logits divided by a lower one are infinite."""
 _END_SECONDS = 10.0
 _MOST_TURNS = 64
 """Turns of one transcript, after which it begins anew, so that each request takes bounded time."""
@@ -113,9 +115,10 @@ class ChatPolicy:
         if len(prompt.ids) + limit > self._limits.max_context:
             return self._refuse(conversation, len(prompt.ids))
         temperature, seed = request.temperature, request.seed
+        temperature = self._limits.temperature if temperature is None else temperature
         sampling = Sampling(
             max_tokens=limit,
-            temperature=self._limits.temperature if temperature is None else temperature,
+            temperature=temperature if temperature >= _COLDEST else 0.0,
             stop_ids=self._chat.stop_ids,
             ends=self._chat.ends(request.stop),
             seed=derive_seed("serve", self._seed, number) if seed is None else seed % 2**63,

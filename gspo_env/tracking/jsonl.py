@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 from gspo_env.errors import OutputError
 from gspo_env.files import plain_path, read_file, write_file
@@ -122,7 +122,7 @@ class JsonlFile(Generic[T]):
                 offset += len(line)
                 try:
                     record = self._record(**json.loads(line))
-                except (ValueError, TypeError):
+                except (ValueError, TypeError, RecursionError):
                     _log.warning("%s: a damaged line is skipped: %r", self.path, line[:80])
                 else:
                     yield offset, record
@@ -130,6 +130,9 @@ class JsonlFile(Generic[T]):
     def close(self) -> None:
         """Closes the file for writing."""
         os.close(self._file)
+
+
+CallName = Literal["text", "artifact", "input", "trace", "finish"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,10 +143,25 @@ class Call:
         Call(name="text", arguments={"name": "score.txt", "text": "sum"}, after=2048)
     """
 
-    name: Literal["text", "artifact", "input", "trace", "finish"]
+    name: CallName
     arguments: Mapping[str, Any]
     after: int
     """Size of `metrics.jsonl` at the time of the call, in bytes."""
+
+
+def _point(*, step: int, time: int, metrics: dict[str, float]) -> Point:
+    """Returns the point of a line, which a stranger may have written."""
+    numbers = [step, time, *dict(metrics).values()]
+    if type(step) is not int or not all(isinstance(number, (int, float)) for number in numbers):
+        raise TypeError("expected numbers")
+    return Point(step=step, time=time, metrics=metrics)
+
+
+def _call(*, name: Any, arguments: dict[str, Any], after: int) -> Call:
+    """Returns the call of a line, which a stranger may have written."""
+    if name not in get_args(CallName) or type(after) is not int:
+        raise TypeError("expected the name of a call and a number of bytes")
+    return Call(name=name, arguments=dict(arguments), after=after)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -161,10 +179,14 @@ class Received:
     def load(cls, folder: Path, name: str) -> Received:
         """Reads what the tracker `name` has received of the run in `folder`."""
         try:
-            return cls(**json.loads(read_file(folder, _received_name(name), _MOST_BYTES)))
+            received = cls(**json.loads(read_file(folder, _received_name(name), _MOST_BYTES)))
+            counts = received.metrics, received.calls
+            if isinstance(received.id, str) and all(type(n) is int and n >= 0 for n in counts):
+                return received
+            raise ValueError(f"expected a text and two numbers of bytes, got {received}")
         except FileNotFoundError:
             return cls()
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             _log.warning("%s: everything is sent again to %s: %s", folder, name, error)
             return cls()
 
@@ -192,13 +214,13 @@ class RunFiles:
             OutputError: A file cannot be written, is damaged or belongs to another run.
         """
         self.folder = run.folder.absolute()  # an environment may change the working folder
-        self.metrics = JsonlFile(self.folder, METRICS, Point)
+        self.metrics = JsonlFile(self.folder, METRICS, _point)
         if self.metrics.size and not run.resume:
             raise OutputError(
                 f"{str(run.folder / METRICS)!r} has the metrics of another run; expected a new "
                 "folder, or the run to be resumed"
             )
-        self._calls = JsonlFile(self.folder, CALLS, Call, private=True) if tracked else None
+        self._calls = JsonlFile(self.folder, CALLS, _call, private=True) if tracked else None
         self.run = self._describe(run) if tracked else run
         self._recorded = defaultdict[int, set[str]](set)
         for _, point in self.metrics.read():
@@ -278,7 +300,7 @@ class RunFiles:
             names = ("name", "key", "started", "params", "tags")
             _write_json(self.folder, DESCRIPTION, {name: getattr(run, name) for name in names})
             return run
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             path = self.folder / DESCRIPTION
             raise OutputError(f"{str(path)!r} is damaged ({error}); remove it") from error
 

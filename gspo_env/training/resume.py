@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import reprlib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +32,12 @@ _CHANGEABLE = (
 )
 """Beginnings of the settings that a resumed run may change: how long, what is kept, and where it is
 played."""
+
+_FACTS = {
+    **{"config": str, "model": str, "dtype": str, "fingerprint": str, "failed": int},
+    **{"tracker": dict, "score": dict, "left_out": int},
+}
+"""What a checkpoint says of its run, with the types."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +93,12 @@ def open_run(run: Path, config: Config | None) -> Resumed:
     checkpoints = Checkpoints(run, (config or Config()).checkpoints)
     checkpoint = checkpoints.newest()
     numbers = checkpoint.numbers
+    for name, kind in _FACTS.items():
+        if not isinstance(numbers.get(name), kind):
+            raise OutputError(
+                f"{str(checkpoint.folder / 'state.json')!r} has {name} = "
+                f"{reprlib.repr(numbers.get(name))}; expected {kind.__name__}: start a new run"
+            )
     config = changed_config(run, checkpoint, config)
     checkpoints.settings, checkpoints.failed = config.checkpoints, int(numbers["failed"])
     model, tokenizer = numbers["model"], None

@@ -143,7 +143,13 @@ def test_a_prompt_that_is_too_long_by_its_characters_is_not_encoded(
 def test_a_conversation_that_the_template_refuses_is_the_requests_fault(served, monkeypatch, chat):
     template = "{{ raise_exception('no such talk') }}"
     monkeypatch.setattr(chat.tokenizer, "chat_template", template)
-    assert post(served).status_code == 400
+    assert post(served, messages=[{"role": "user", "content": "birch"}]).status_code == 400
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-45, 1e-38, 1e-7, 1e-6, 2])
+def test_an_extreme_temperature_is_sampled_or_greedy(served, temperature):
+    texts = [post(served, temperature=t, seed=0).json()["choices"][0] for t in (temperature, 0)]
+    assert temperature > 1 or texts[0] == texts[1]
 
 
 def test_a_stop_text_ends_an_answer_and_is_not_part_of_it(served):
