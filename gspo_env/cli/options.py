@@ -204,9 +204,10 @@ def _base(
     if "recipe" in choices:
         tree["recipe"] = choices["recipe"]
     model, recipe = tree.get("model"), tree.get("recipe")
-    if model and choices.get("recipe") and find("recipe", recipe).build is not Recipe.build:
+    flag = choices.get("recipe")
+    if model and flag and find("recipe", flag).build is not Recipe.build:
         raise ConfigError(
-            f"recipe is {recipe!r}, which builds a model, and model is {model!r}; expected one of "
+            f"recipe is {flag!r}, which builds a model, and model is {model!r}; expected one of "
             "them, or --recipe imitate, which lets the model imitate demonstrations"
         )
     saved = read_saved(model) if isinstance(model, str) and model else None

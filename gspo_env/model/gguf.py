@@ -49,7 +49,8 @@ def load_gguf(name: str, dtype: str = "auto") -> tuple[Any, Any]:
         if head_dim is not None:
             config.head_dim = head_dim  # which transformers does not read for every architecture
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        load: Any = AutoModelForCausalLM
+        model, report = load.from_pretrained(
             path.parent,
             config=config,
             dtype=getattr(torch, dtype),
