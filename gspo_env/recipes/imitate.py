@@ -69,7 +69,7 @@ class SmolLM2(Imitate):
         "eval_every": 5,
         "rollout": {"max_turn_tokens": 40, "max_context": 512, "concurrency": 64},
         "loss": {"clip_low": 0.03, "clip_high": 0.05},
-        "learner": {"learning_rate": 2e-4, "warmup_steps": 4, "lora_rank": 16},
+        "learner": {"learning_rate": 1e-5, "warmup_steps": 4, "lora_rank": 16},
     }
 
     demonstrations: Annotated[int, Ge(1)] = 256
