@@ -1,0 +1,390 @@
+"""The formats of tool calls other than the JSON of Hermes and Qwen; loaded when a text has one."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from gspo_env.tool_calls import (
+    DECODER,
+    END_OF_HERMES,
+    ENDS,
+    HERMES,
+    XML,
+    Reading,
+    Schemas,
+    ToolCallError,
+    decode,
+    skip_space,
+    to_call,
+    to_calls,
+    without_end,
+)
+from gspo_env.types import ToolCall
+
+_ARGUMENTS, _CALL_ID, _MISTRAL = "[ARGS]", "[CALL_ID]", "[TOOL_CALLS]"
+_LONGEST_LITERAL = 1 << 16
+"""Characters of a call that is written in Python."""
+_KINDS: Mapping[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+_BARE = re.compile(r"^[ \t]*(?=[{\[])", re.MULTILINE)
+_BROKEN = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"]*)"')
+_GLM_PAIR = re.compile(r"(.*?)</arg_key>\s*<arg_value>(.*)</arg_value>\s*", re.DOTALL)
+_END_OF_GEMMA = "<tool_call|>"
+_GEMMA_MARK = re.compile(r'<\|"\|>|<tool_call\|>')
+_GEMMA_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
+_LLAMA_FORM = 'the tool call must be a JSON object of "name" and "parameters".'
+_PYTHON_FORM = "the tool call must be [NAME(KEY=VALUE, ...)] with literal values."
+
+
+class _Tags(NamedTuple):
+    """The tags of a family whose calls are XML."""
+
+    parameter: str
+    close_parameter: str
+    close: str
+    form: str
+
+
+def _tagged_hermes(text: str, start: int, schemas: Schemas) -> Reading:
+    """Reads XML or pairs between the tags of Hermes."""
+    inner = skip_space(text, start)
+    if not text.startswith(XML, inner):
+        return _glm(text, inner, start, schemas)
+    calls, end = _xml(text, inner + len(XML), schemas)
+    tag = skip_space(text, end)
+    return calls, tag + len(END_OF_HERMES) if text.startswith(END_OF_HERMES, tag) else end
+
+
+def _glm(text: str, inner: int, start: int, schemas: Schemas) -> Reading:
+    """Reads `NAME`, pairs of `<arg_key>` and `<arg_value>`, and `</tool_call>`."""
+    close = text.find(END_OF_HERMES, start)
+    if close >= 0 and text.find(HERMES, inner, close) >= 0:
+        close = -1  # the closing mark is that of a later call
+    body = text[inner : close if close >= 0 else inner]
+    name, *parts = body.split("<arg_key>")
+    name = name.strip()
+    if close < 0 or not (parts or name in schemas):
+        is_call = close >= 0 and (any(map(body.__contains__, schemas)) if schemas else body.strip())
+        what = "JSON object in it" if close >= 0 else f"closing {END_OF_HERMES}"
+        return f"the tool call has no {what}.", close if is_call else start
+    pairs = [_GLM_PAIR.fullmatch(part) for part in parts]
+    end = close + len(END_OF_HERMES)
+    if not all(pairs):
+        return "the tool call must be NAME with <arg_key>KEY</arg_key><arg_value>VALUE...", end
+    return _typed_call(name, [(pair[1], pair[2]) for pair in pairs if pair], schemas), end
+
+
+def _tagged(tags: _Tags, text: str, start: int, schemas: Schemas) -> Reading:
+    """Reads the rest of the opening tag, parameters in tags, and the closing tag."""
+    close = text.find(tags.close, start)
+    if close < 0:
+        return f"the tool call has no closing {tags.close}.", start
+    end = close + len(tags.close)
+    form = f"the tool call must be {tags.form} in it."
+    name, bracket, body = text[start:close].partition(">")
+    name = name.strip(' "')
+    lead, *parameters = body.split(tags.parameter)
+    if not bracket or not name or "<" in name or lead.strip():
+        return form, end
+    pairs = []
+    for parameter in parameters:
+        key, bracket, value = parameter.partition(">")
+        value, tag, trail = value.rpartition(tags.close_parameter)
+        key = key.strip(' "')
+        if not (bracket and tag and key) or trail.strip():
+            return form, end
+        pairs.append((key, value.removeprefix("\n").removesuffix("\n")))
+    return _typed_call(name, pairs, schemas), end
+
+
+def _typed_call(
+    name: str, pairs: Iterable[tuple[str, str]], schemas: Schemas
+) -> list[ToolCall] | str:
+    """Returns a call whose arguments are texts, with the types of their schemas."""
+    arguments: dict[str, Any] = {}
+    schema = schemas.get(name, {})
+    properties = schema.get("properties")
+    for key, text in pairs:
+        if key in arguments:
+            return f"the tool call has the argument {key[:40]!r} twice."
+        part = properties.get(key) if isinstance(properties, Mapping) else None
+        kinds = _kinds(part, schema)
+        value = _typed(text, kinds)
+        kind = _KINDS[type(value)]
+        if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
+            expected = " or ".join(sorted(kinds))
+            return f"the argument {key[:40]!r} is {text[:40]!r}; expected {expected}."
+        arguments[key] = value
+    return to_calls({"name": name, "arguments": arguments})
+
+
+def _typed(text: str, kinds: set[str]) -> Any:
+    """Returns the value that a text means where these types are allowed, all if there are none."""
+    word = text.strip()
+    if "null" in kinds and (word in ("null", "None") or not (word or "string" in kinds)):
+        return None
+    if "string" in kinds:
+        return text
+    if "boolean" in kinds and word in ("True", "False"):
+        return word == "True"
+    try:
+        value = DECODER.decode(text)
+    except (ValueError, RecursionError):
+        value = _literal(word) if kinds & {"array", "object"} else text
+    return text if isinstance(value, str) else value
+
+
+def _kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """Returns the JSON types that a schema allows; empty if it does not say."""
+    kinds: set[str] = set()
+    parts, seen = [schema], set[int]()
+    while parts:
+        part = parts.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if not isinstance(part, Mapping):
+            return set()
+        kind, values = part.get("type"), part.get("enum", [part["const"]] if "const" in part else 0)
+        options = [part.get(key) for key in ("anyOf", "oneOf", "allOf")]
+        alternatives = [each for option in options if isinstance(option, list) for each in option]
+        if isinstance(reference := part.get("$ref"), str):
+            parts.append(_resolve(reference, root))
+        elif isinstance(kind, (str, list)):
+            kinds |= {kind} if isinstance(kind, str) else {k for k in kind if isinstance(k, str)}
+        elif alternatives:
+            parts += alternatives
+        elif isinstance(values, list):
+            kinds |= {_KINDS.get(type(value), "object") for value in values}
+        else:
+            return set()
+    return kinds
+
+
+def _resolve(reference: str, root: Any) -> Any:
+    """Returns the part of a schema that `#/...` refers to; None if there is none."""
+    for name in reference.removeprefix("#").split("/")[1:]:
+        root = root.get(name) if isinstance(root, Mapping) else None
+    return root if reference.startswith("#") else None
+
+
+def _literal(source: str | ast.expr) -> Any:
+    """Returns the JSON value of a Python literal, or the source itself if it is none."""
+    if isinstance(source, str) and len(source) > _LONGEST_LITERAL:
+        return source
+    try:
+        return json.loads(json.dumps(ast.literal_eval(source), allow_nan=False))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return source
+
+
+def _python(close: str, text: str, start: int, schemas: Schemas) -> Reading:
+    """Reads `[NAME(KEY=VALUE, ...), ...]`, or JSON in its place."""
+    end = text.find(close, start)
+    body = text[start : end if end >= 0 else len(text)]
+    end = end + len(close) if end >= 0 else len(text)
+    if not body.strip().startswith("["):
+        return _PYTHON_FORM, start
+    value, stop, fault = decode(body, skip_space(body, 0))
+    if not fault and value and not body[stop:].strip():
+        return to_calls(value), end
+    calls = _python_calls(body)
+    return calls or _PYTHON_FORM, end
+
+
+def _python_calls(text: str) -> list[ToolCall]:
+    """Returns the calls of a list in Python; none if it is anything else."""
+    if len(text) > _LONGEST_LITERAL:
+        return []
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return []
+    calls = []
+    for item in tree.elts if isinstance(tree, ast.List) else []:
+        if not isinstance(item, ast.Call) or not isinstance(item.func, (ast.Name, ast.Attribute)):
+            return []
+        arguments = {word.arg: _literal(word.value) for word in item.keywords}
+        if item.args or None in arguments or len(arguments) < len(item.keywords):
+            return []
+        if any(isinstance(value, ast.expr) for value in arguments.values()):
+            return []
+        call = to_call({"name": ast.unparse(item.func), "arguments": arguments})
+        if isinstance(call, str):
+            return []
+        calls.append(call)
+    return calls
+
+
+def _gemma(text: str, start: int, schemas: Schemas) -> Reading:
+    """Reads `NAME{KEY:VALUE,...}<tool_call|>` with texts between `<|"|>`."""
+    pieces: list[str] = []
+    is_text, position = False, start
+    for mark in _GEMMA_MARK.finditer(text, start):
+        piece, is_end = text[position : mark.start()], mark[0] == _END_OF_GEMMA
+        if is_text and is_end:
+            continue
+        plain = _GEMMA_KEY.sub(r'\1"\2":', piece).replace("None", "null")
+        pieces.append(json.dumps(piece) if is_text else plain)
+        is_text, position = not is_text, mark.end()
+        if is_end:
+            name, brace, body = "".join(pieces).partition("{")
+            value, end, fault = decode(brace + body, 0)
+            if not fault and (brace + body)[end:].strip():
+                fault = "the tool call has text behind its arguments."
+            return fault or to_calls({"name": name.strip(), "arguments": value}), position
+    return f"the tool call has no closing {_END_OF_GEMMA}.", start
+
+
+def _headed(
+    header: re.Pattern[str], close: str, text: str, start: int, schemas: Schemas
+) -> Reading:
+    """Reads a header that has the name, a JSON object, and the closing mark if there is one."""
+    match = header.match(text, start)
+    if match is None:
+        return "the tool call has no name and JSON object behind its mark.", start
+    value, end, fault = decode(text, match.end())
+    if fault:
+        return fault, match.end()
+    for mark in ("```", close):
+        tail = skip_space(text, end)
+        end = tail + len(mark) if text.startswith(mark, tail) else end
+    return to_calls({"name": match["name"], "arguments": value}), end
+
+
+def _llama(text: str, start: int, schemas: Schemas) -> Reading:
+    values, end = _values(text, start)
+    return (to_calls(values), end) if values else (_LLAMA_FORM, start)
+
+
+def read_bare(
+    text: str, schemas: Schemas, anywhere: bool
+) -> tuple[list[ToolCall | ToolCallError], int]:
+    """Returns the calls that a text without a mark ends with, and where they begin.
+
+    Only JSON or Python that names tools is meant so; without tools, it has to be the whole text and
+    have `parameters`.
+
+    Args:
+        text: The text.
+        schemas: The tools.
+        anywhere: Whether other lines may precede the calls.
+    """
+    body = without_end(text, ENDS).rstrip()
+    match = _BARE.search(body) if schemas and anywhere else None
+    start = match.end() if match else skip_space(body, 0)
+    if not body.startswith(("{", "["), start):
+        return [], 0
+    values, end = _values(body, start)
+    if not values and schemas:
+        python = _python_calls(body[start:])
+        if python and all(call.name in schemas for call in python):
+            return list(python), start
+        cut = _BROKEN.match(body, start)
+        fault = decode(body, start)[2]
+        return ([ToolCallError(message=fault)] if cut and cut[1] in schemas else []), start
+    if end < len(body) or not all(_is_bare_call(value, schemas) for value in values):
+        return [], 0
+    calls = map(to_call, values)
+    return [c if isinstance(c, ToolCall) else ToolCallError(message=c) for c in calls], start
+
+
+def _is_bare_call(value: Any, schemas: Schemas) -> bool:
+    if not isinstance(value, dict):
+        return False
+    if not schemas:
+        return {"name", "parameters"} <= value.keys() and isinstance(to_call(value), ToolCall)
+    inner = value["function"] if isinstance(value.get("function"), dict) else value
+    return len(value) > 1 and str(inner.get("name")) in schemas
+
+
+def _values(text: str, start: int) -> tuple[list[Any], int]:
+    """Reads JSON objects that `;` or white space divides, or a list of them, up to a fault."""
+    position = skip_space(text, start)
+    if text.startswith("[", position):
+        value, end, fault = decode(text, position)
+        return ([], start) if fault else (value, skip_space(text, end))
+    values: list[Any] = []
+    while text.startswith("{", position):
+        value, end, fault = decode(text, position)
+        if fault:
+            break
+        values.append(value)
+        position = skip_space(text, end)
+        position = skip_space(text, position + 1) if text.startswith(";", position) else position
+    return values, position
+
+
+def _mistral(text: str, start: int, schemas: Schemas) -> Reading:
+    position = skip_space(text, start)
+    if not text.startswith("[", position):
+        return _newer_mistral(text, position)
+    values, end, fault = decode(text, position)
+    if fault:
+        return fault, start
+    return to_calls(values, with_ids=True), end
+
+
+def _newer_mistral(text: str, start: int) -> Reading:
+    """Reads `NAME[ARGS]{...}` or `NAME[CALL_ID]ID[ARGS]{...}`."""
+    following = text.find(_MISTRAL, start)
+    mark = text.find(_ARGUMENTS, start, following if following >= 0 else len(text))
+    if mark < 0:
+        return f"the tool call has neither a JSON list nor {_ARGUMENTS}.", start
+    name, _, call_id = text[start:mark].partition(_CALL_ID)
+    value, end, fault = decode(text, skip_space(text, mark + len(_ARGUMENTS)))
+    call = {"name": name.strip(), "arguments": value, "id": call_id.strip()}
+    calls = fault or to_calls(call, with_ids=True)
+    return calls, mark if isinstance(calls, str) else end
+
+
+_FUNCTIONS = _Tags(
+    "<parameter=",
+    "</parameter>",
+    "</function>",
+    "<function=NAME> with <parameter=KEY>VALUE</parameter>",
+)
+_ATEM = _Tags(
+    '<atem:parameter name="',
+    "</atem:parameter>",
+    "</atem:invoke>",
+    '<atem:invoke name="NAME"> with <atem:parameter name="KEY">VALUE</atem:parameter>',
+)
+_DEEPSEEK = re.compile(
+    r"(?:function<\uff5ctool\u2581sep\uff5c>)?(?P<name>[\w.-]+)"
+    r"(?:<\uff5ctool\u2581sep\uff5c>|\s*```json)\s*"
+)
+_HARMONY = re.compile(
+    r"(?P<name>[\w.-]+)\s*(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>\s*"
+)
+_KIMI = re.compile(r"(?:functions\.)?(?P<name>[\w.-]+):\d+\s*<\|tool_call_argument_begin\|>\s*")
+_xml = partial(_tagged, _FUNCTIONS)
+READERS: Mapping[str, Callable[[str, int, Schemas], Reading]] = {
+    HERMES: _tagged_hermes,
+    XML: _xml,
+    "<|python_tag|>": _llama,
+    _MISTRAL: _mistral,
+    "<|tool_call|>": _mistral,
+    "<|tool_call_start|>": partial(_python, "<|tool_call_end|>"),
+    "<|python_start|>": partial(_python, "<|python_end|>"),
+    "<|tool_call>call:": _gemma,
+    '<atem:invoke name="': partial(_tagged, _ATEM),
+    "<\uff5ctool\u2581call\u2581begin\uff5c>": partial(
+        _headed, _DEEPSEEK, "<\uff5ctool\u2581call\u2581end\uff5c>"
+    ),
+    "to=functions.": partial(_headed, _HARMONY, "<|call|>"),
+    "<|tool_call_begin|>": partial(_headed, _KIMI, "<|tool_call_end|>"),
+}
+"""The reader of what follows each mark."""
