@@ -87,7 +87,7 @@ class DirectForward:
         """
         count, products = len(ids_T), self._products
         h = embedding(products.padded(ids_T), self._body.embed_tokens.weight)
-        angles = self._angles_of(positions_T)
+        angles, last = self._angles_of(positions_T), len(self._body.layers) - 1
         # an attribute of a module takes several times as long as an item of its dictionary
         for number, layer in enumerate(self._body.layers):
             parts = layer._modules
@@ -95,12 +95,12 @@ class DirectForward:
             q, k, v = (self._heads(attention, name, x, count, angles) for name in "qkv")
             window = getattr(attention, "sliding_window", None)
             heads = step.attend(number, q, k, v, attention.scaling, window)
+            if number == last and len(last_B) < count:  # the others have keys and values only
+                heads, h = heads.index_select(0, last_B), products.padded(h.index_select(0, last_B))
             projection = attention._modules["o_proj"]
             h = products.add(projection, products.padded(heads.flatten(1)), h)
             mlp, x = parts["mlp"]._modules, self._norm(parts["post_attention_layernorm"], h)
             h = products.add(mlp["down_proj"], products.gated(mlp, x), h)
-        if len(last_B) < count:
-            h = products.padded(h.index_select(0, last_B))
         return products.plain(self._model.lm_head, self._norm(self._body.norm, h))[: len(last_B)]
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
