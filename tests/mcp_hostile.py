@@ -50,6 +50,8 @@ def text(content, **more):
 def call():
     if KIND == "big error":
         return text("x" * 800_000, isError=True)
+    if KIND == "empty":
+        return text("")
     if KIND == "blocks":
         return {"content": [{"type": "text", "text": "x"}] * 20_000}
     if KIND == "big result":
@@ -136,6 +138,8 @@ class Handler(BaseHTTPRequestHandler):
 
 if len(sys.argv) > 2:
     ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
+if KIND == "exits":
+    sys.exit("it does not start")
 if KIND == "stubborn":
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -145,6 +149,9 @@ for line in sys.stdin:
     if calls and KIND == "endless":
         while True:
             sys.stdout.write("x" * 100_000)
+    if calls and KIND == "garbage":
+        sys.stdout.buffer.write(b'\xff\xfe\n{"jsonrpc": [}\n' + b"[" * 100_000 + b"\n[]\n7\n")
+        sys.stdout.buffer.flush()
     if calls and KIND == "flood":
         note = {"jsonrpc": "2.0", "method": "notifications/message",
                 "params": {"level": "info", "data": "x"}}  # fmt: skip

@@ -188,10 +188,7 @@ class Reporter:
         """
         step, steps = history[-1][0], self.config.steps
         if step < steps:
-            lines = [
-                f"Stopped after step {step} of {steps}. Resume with: "
-                f"{self._checkpoints.resume_command}"
-            ]
+            lines = [self._checkpoints.stopped(step, steps)]
         else:
             lines = _results(history, split, skipped_demonstrations)
             folder = self._checkpoints.run

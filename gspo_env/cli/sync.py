@@ -52,6 +52,7 @@ class Sync:
         if Received.load(folder, "mlflow").is_complete(folder):
             print("MLflow has everything.")
             return
+        choice.check()
         info = RunInfo(name=folder.name, folder=folder, resume={"mlflow": ""})
         tracker = MultiTracker({"mlflow": choice}, info)
         tracker.wait()

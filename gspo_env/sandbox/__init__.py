@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _TRIAL_SECONDS = 20.0
+_FAILURE_SECONDS = 60.0
+"""Time after which a trial that failed is repeated."""
 
 
 class Stop(StrEnum):
@@ -114,7 +116,7 @@ class Sandbox:
                 raise ConfigError(f"Sandbox: readable path {path!r} does not exist.")
 
     def check(self) -> bool:
-        """Tests once per process whether this machine can isolate code.
+        """Tests whether this machine can isolate code, until it can.
 
         Raises:
             SandboxUnavailableError: It cannot, and `allow_unsafe` is not set.
@@ -126,7 +128,7 @@ class Sandbox:
         return missing is None
 
     def check_commands(self) -> None:
-        """Tests once per process whether this machine can isolate commands.
+        """Tests whether this machine can isolate commands, until it can.
 
         Raises:
             SandboxUnavailableError: It cannot; `allow_unsafe` does not help.
@@ -176,7 +178,21 @@ class Sandbox:
             yield started
 
 
-@functools.cache
+def _remember(find: Callable[[], str | None]) -> Callable[[], str | None]:
+    """Keeps a success, and a failure, which may pass, for a minute."""
+    last: list[tuple[float, str | None]] = []
+
+    @functools.wraps(find)
+    def remembered() -> str | None:
+        if not last or (last[0][1] is not None and time.monotonic() > last[0][0]):
+            missing = find()
+            last[:] = [(time.monotonic() + _FAILURE_SECONDS, missing)]
+        return last[0][1]
+
+    return remembered
+
+
+@_remember
 def find_missing() -> str | None:
     """Names what this machine lacks to isolate code; None if a trial run was isolated."""
     if sys.platform != "linux":
@@ -185,7 +201,7 @@ def find_missing() -> str | None:
     return _try_out(lambda code: _run(box, code, "", False, True))
 
 
-@functools.cache
+@_remember
 def find_missing_for_commands() -> str | None:
     """Names what this machine lacks to isolate commands; None if a trial was isolated."""
     if (missing := find_missing()) is not None:

@@ -124,12 +124,7 @@ class MLflow:
             )
 
     def start(self, run: RunInfo) -> MLflowTracker:
-        """Tries the store; `MLflowTracker.open` starts the run, which takes seconds.
-
-        Raises:
-            ConfigError: See `check`.
-        """
-        self.check()
+        """Returns the tracker; `MLflowTracker.open` starts the run, which takes seconds."""
         return MLflowTracker(self, run)
 
 

@@ -125,10 +125,17 @@ class Checkpoints:
 
     @property
     def resume_command(self) -> str:
-        """The command that resumes the run; empty if nothing is saved."""
-        if self.last is None:
-            return ""
+        """The command that resumes the run."""
         return f"gspo-env train --resume {shlex.quote(str(self.run))}"
+
+    def stopped(self, step: int, steps: int) -> str:
+        """Returns the sentence that a run stopped, what it has to repeat, and how to resume it."""
+        text = f"Stopped after step {step} of {steps}"
+        if self.last is None:
+            return f"{text}. {without_checkpoint(self.run)}"
+        if lost := step - self.last:
+            text += f"; the last checkpoint has step {self.last}, resuming repeats {lost} steps"
+        return f"{text}. Resume with: {self.resume_command}"
 
     @contextmanager
     def report_failure(self) -> Iterator[None]:

@@ -29,6 +29,22 @@ def test_a_prompt_beyond_the_context_is_refused(model):
         asyncio.run(engine.generate([1] * 8, Sampling(max_tokens=3)))
 
 
+def test_closing_ends_the_requests_in_flight_with_an_error(model):
+    engine = TransformersEngine(model, max_slots=2, max_context=100)
+
+    async def play():
+        jobs = [engine.generate([3, n], Sampling(max_tokens=90, seed=n)) for n in range(1, 5)]
+        tasks = [asyncio.create_task(job) for job in jobs]
+        while engine.fed_tokens < 10:
+            await asyncio.sleep(0)
+        engine.close()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    for error in asyncio.run(play()):
+        assert isinstance(error, EngineError)
+        assert str(error) == "the engine is closed"
+
+
 def test_sampling_follows_the_distribution(model):
     engine = TransformersEngine(model, max_slots=64, max_context=100)
 

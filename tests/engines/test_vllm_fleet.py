@@ -18,6 +18,7 @@ import pytest
 
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.vllm import process
+from gspo_env.engines.vllm.process import State
 from gspo_env.engines.vllm.requests import ServerClient
 from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
 from gspo_env.errors import EngineError
@@ -173,6 +174,21 @@ def test_requests_of_a_server_that_refuses_the_weights_go_to_the_other_at_once(s
     assert engine.copies == engine.servers_lost == 1
     assert log[0].weights_versions or log[1].weights_versions
     assert {log[0].weights_version, log[1].weights_version} == {0, 1}
+
+
+def test_a_server_that_refuses_the_weights_answers_others_and_has_no_version_of_the_run(
+    start, model
+):
+    engine = start(replicas=2)
+    fault(engine, "refuses")
+    change(model)
+    asyncio.run(engine.update_weights(named_weights(model), 1))
+    assert engine.copies == 1
+    (lost,) = [server for server in engine._servers if server.state is State.LOST]
+    with lost.client(5.0) as client:
+        body = {"token_ids": [3], "sampling_params": {"max_tokens": 1}}
+        (choice,) = client.post("/inference/v1/generate", json=body).json()["choices"]
+    assert not choice["weight_versions"][0]["version"].isdecimal()
 
 
 def test_a_request_for_one_server_reaches_it_also_if_it_is_the_busiest(start, model):

@@ -69,6 +69,7 @@ def test_no_regular_expression_of_a_server_runs_here(play, kind):
         ("description", "more than 20000 characters"),
         ("many", "lists more than 500 tools"),
         ("pages", "50 pages"),
+        ("exits", "it does not start"),
     ],
 )
 def test_a_listing_that_cannot_be_used_is_one_clear_error(play, kind, words):
@@ -107,6 +108,7 @@ def test_a_pattern_is_left_to_the_server(play, kind, value):
         ("blocks", "[19900 more blocks left out]", 0),
         ("not a result", "the server refused", 1),
         ("stderr", "ok", 0),
+        ("garbage", "the connection to the server was lost", 1),
         ("flood", "ok", 0),
     ],
 )
@@ -116,6 +118,10 @@ def test_what_a_server_sends_is_bounded(play, kind, words, errors):
         observation, faults = call(env, a="x")
         assert words in observation
         assert faults == errors
+
+
+def test_an_empty_text_of_a_server_is_an_empty_observation(play):
+    assert call(play("empty"), a="x") == ("", 0)
 
 
 @pytest.mark.parametrize("kind", ["compressed", "endless", "events", "event"])

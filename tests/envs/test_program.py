@@ -30,7 +30,10 @@ from gspo_env.errors import (
     EnvironmentHangError,
 )
 from gspo_env.rollout.play import play_now
+from gspo_env.serving import address
 from gspo_env.types import Message, StopReason, Task, ToolCall
+from gspo_envs.program.commands import start_command
+from gspo_envs.program.runs import Inbox
 
 DATA = [{"question": f"What is 1 + {n}?", "answer": str(n + 1)} for n in range(4)]
 LOOKUP = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
@@ -558,3 +561,16 @@ def test_an_environment_that_is_dropped_ends_its_program():
 def test_wrong_arguments_are_refused_in_one_sentence(make, kwargs, words):
     with pytest.raises(ConfigError, match=words):
         make(**kwargs)
+
+
+def test_an_unexpected_error_of_a_start_ends_the_program_at_once():
+    class Broken:
+        def start(self, *arguments, **keywords):
+            raise ValueError("a defect")
+
+    inbox = Inbox()
+    session = address().open(inbox.ask, lambda name, value: None)
+    start_command(["true"], Broken(), {}, session=session, inbox=inbox, variables={})
+    end = inbox.next(10.0)
+    session.close()
+    assert repr(end.error) == "ValueError('a defect')"

@@ -648,3 +648,23 @@ def test_without_isolation_it_refuses_unless_told_otherwise() -> None:
 def test_impossible_limits_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Sandbox(**wrong)
+
+
+def test_a_trial_that_fails_is_repeated_a_minute_later_and_a_success_is_kept():
+    code = """
+        import time
+        from gspo_env import sandbox
+        def fail(*_):
+            raise sandbox.SandboxUnavailableError("no process can be started now")
+        launch, sandbox.launch, now = sandbox.launch, fail, time.monotonic
+        print(sandbox.find_missing())
+        sandbox.launch = launch
+        print(sandbox.find_missing())
+        time.monotonic = lambda: now() + 100
+        print(sandbox.find_missing())
+        sandbox.launch = fail
+        print(sandbox.find_missing())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["no process can be started now"] * 2 + ["None"] * 2

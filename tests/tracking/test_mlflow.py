@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import math
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -220,3 +223,27 @@ def test_inputs_are_recorded_once_and_the_model_becomes_a_version_once(begin, tm
 def test_impossible_settings_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         MLflow(**settings)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"SSH-2.0-x\r\n", b"HTTP/1.1 nope\r\n\r\n", b"\0" * 70_000, b"HTTP/1.1 302 x\r\n\r\n"],
+)
+def test_an_address_that_speaks_no_http_is_refused_in_one_sentence(answer):
+    def serve():
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with (
+            contextlib.nullcontext()
+            if b"302" in answer
+            else pytest.raises(ConfigError, match="which does not answer")
+        ):
+            MLflow(tracking_uri=uri).check()
+        thread.join()

@@ -324,3 +324,17 @@ def test_the_global_generators_of_a_run_follow_from_its_seed(draw):
         seed_generators(seed)
         draws.append(draw())
     assert draws[0] == draws[1] != draws[2]
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        (None, "Stopped after step 5 of 9. {run!r} has no checkpoint to resume from"),
+        (3, "Stopped after step 5 of 9; the last checkpoint has step 3, resuming repeats 2 steps."),
+        (5, "Stopped after step 5 of 9. Resume with: gspo-env train --resume "),
+    ],
+)
+def test_a_stopped_run_says_from_which_step_it_resumes(tmp_path, last, words):
+    with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
+        checkpoints.last = last
+        assert checkpoints.stopped(5, 9).startswith(words.format(run=str(tmp_path)))

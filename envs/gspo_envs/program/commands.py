@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_env.env.base import clean
-from gspo_env.errors import ConfigError, GspoEnvError
+from gspo_env.errors import ConfigError
 from gspo_env.runtime.processes import Guard, spawn_reporting
 from gspo_env.sandbox import PORT, CommandEnd, JailedCommand, Sandbox, wait_for_end
 from gspo_envs.data.rows import as_json
@@ -111,7 +111,7 @@ class _CommandRun:
                 self._inbox.end(
                     ProgramEnd(code=end.code, result=read_output(end.stdout), stderr=end.stderr)
                 )
-        except (GspoEnvError, OSError, TimeoutError) as error:
+        except Exception as error:  # the environment would wait for the end
             self._inbox.end(ProgramEnd(error=error))
 
 

@@ -141,9 +141,10 @@ class TransformersEngine(Engine):
             await drained(self._in_flight)
 
     def close(self) -> None:
-        """Frees the cache and rejects further requests."""
+        """Frees the cache; requests in flight and later ones raise EngineError."""
         self._closed = True
-        self._cache.drop()
+        if self._pump is None or self._pump.done():  # else it may be using the cache
+            self._cache.drop()
 
     def _in_flight(self) -> int:
         return self._sequences.requests + len(self._waiting)
@@ -155,6 +156,8 @@ class TransformersEngine(Engine):
     async def _run(self) -> None:
         try:
             while self._in_flight():
+                if self._closed:
+                    raise EngineError("the engine is closed")
                 waiting = [r for r in self._waiting if not r.future.done()]
                 self._waiting = self._sequences.admit(waiting)
                 self._step()
@@ -166,6 +169,9 @@ class TransformersEngine(Engine):
                     request.future.set_exception(error)
             self._waiting = []
             self._sequences.clear()
+        finally:
+            if self._closed:
+                self._cache.drop()
 
     def _step(self) -> None:
         sequences = self._sequences

@@ -312,7 +312,10 @@ class VLLMServerEngine(ServerRequests):
         with ThreadPoolExecutor(threads) as pool:
             for server, problem in zip(servers, pool.map(self._send_to, servers), strict=True):
                 if problem:
-                    self._lose(server, problem, restart=not server.is_healthy())
+                    healthy = server.is_healthy()
+                    self._lose(server, problem, restart=not healthy)
+                    if healthy:
+                        self._resume_lost(server)
                     continue
                 with self._changing:
                     if server.state in states:  # it may be lost since
@@ -354,6 +357,23 @@ class VLLMServerEngine(ServerRequests):
                 return problem
         except Exception as error:  # NCCL and HTTP have no common base class
             return f"it did not take the weights: {type(error).__name__}: {error}"
+
+    def _resume_lost(self, server: Server) -> None:
+        """Lets a lost server answer others: it samples nothing more for this run.
+
+        Its requests end, its caches are cleared, and its version is none that the run accepts.
+        """
+        try:
+            with server.client(RESET_SECONDS) as client:
+                version = {"new_version": "unknown"}
+                client.post("/update_weight_version", json=version).raise_for_status()
+                ended = {"mode": "abort", "clear_cache": "true"}
+                client.post("/pause", params=ended).raise_for_status()
+                client.post("/resume").raise_for_status()
+        except httpx.HTTPError as error:
+            logger.error(
+                "vLLM server %s may stay paused, POST /resume ends it: %s", server.name, error
+            )
 
     def _open_channel(self, server: Server, client: httpx.Client) -> None:
         from gspo_env.engines.vllm.transfer import open_channel
