@@ -54,15 +54,21 @@ class ChatTemplateError(GspoEnvError, ValueError):
 
 
 class PromptLengthError(ChatTemplateError):
-    """A prompt is longer than the context by its characters alone.
+    """A prompt and its answer are longer than the context.
 
     Attributes:
-        tokens: A number of tokens that it has at least.
+        tokens: Tokens of the prompt; at least so many if no answer is given.
     """
 
-    def __init__(self, tokens: int) -> None:
-        """Stores the number."""
-        super().__init__(f"the prompt has more than {tokens:,} tokens, more than the context")
+    def __init__(self, context: int, tokens: int, answer: int | None = None) -> None:
+        """Stores the number of the prompt's tokens."""
+        parts = f"{tokens} in the prompt, {answer} for the answer"
+        if answer is None:
+            parts = f"at least {tokens} in the prompt"
+        super().__init__(
+            f"prompt is too long: the maximum context length is {context} tokens; {parts}; shorten "
+            "the conversation, or ask for fewer tokens"
+        )
         self.tokens = tokens
 
 
@@ -100,3 +106,9 @@ class ToolServerError(GspoEnvError, RuntimeError):
 
 class TrackingError(GspoEnvError, RuntimeError):
     """A tracker cannot record now."""
+
+
+def above(value: float, bound: float) -> str:
+    """Returns a value with as many digits, at least two, as show that it is above its bound."""
+    texts = (f"{value:.{digits}g}" for digits in range(2, 18))
+    return next((text for text in texts if not float(text) <= float(f"{bound:g}")), f"{value:g}")

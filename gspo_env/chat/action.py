@@ -51,6 +51,8 @@ class ParsedAction:
     """The action as the environment gets it; None if no response template has parsed it."""
     in_reasoning: bool = False
     """Whether the prompt has opened the reasoning."""
+    stop_text: str | None = None
+    """The stop text that ended it."""
     encoder: TextEncoder = field(repr=False)
 
     def for_template(self) -> dict[str, Any]:
@@ -173,8 +175,9 @@ class ActionParser:
             rendering = body + encoder.decode_rendering(ids[-1:])
         elif has_end:
             rendering = encoder.decode_rendering(ids)
-        places = [place for place in map(body.find, stop) if place >= 0]
-        body = body[: min(places)] if places else body
+        places = [(body.find(text), text) for text in stop if text in body]
+        place, stop_text = min(places, default=(len(body), None))
+        body = body[:place]
         content, reasoning = body, None
         start, end = map(encoder.to_rendering, ("<think>", "</think>"))
         thought, tag, rest = body.partition(end)
@@ -187,6 +190,7 @@ class ActionParser:
             content=content,
             reasoning=reasoning,
             in_reasoning=is_open,
+            stop_text=stop_text,
             encoder=encoder,
         )
 

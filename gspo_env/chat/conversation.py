@@ -175,9 +175,9 @@ class Transcript:
         )
 
     def _check_length(self, text: str) -> None:
-        tokens = len(text) // self.chat.text.longest
-        if len(text) > _SHORT and tokens > (self._max_context or tokens):
-            raise PromptLengthError(tokens)
+        tokens, most = len(text) // self.chat.text.longest, self._max_context
+        if most is not None and len(text) > _SHORT and tokens > most:
+            raise PromptLengthError(most, tokens)
 
     def _complete(self, *others: TurnState) -> None:
         """Sets the messages of all turns, and of the one that comes next."""

@@ -24,7 +24,7 @@ from gspo_env.distributed.messages import (
 )
 from gspo_env.distributed.ranks import OneRankFailed, Ranks
 from gspo_env.distributed.shards import ModelSpec, full_tensor, gather_weights, reshard, shard
-from gspo_env.errors import GspoEnvError, ModelError
+from gspo_env.errors import GspoEnvError, ModelError, above
 from gspo_env.learner import state
 from gspo_env.learner.losses import Loss
 from gspo_env.learner.minibatch import advantage_metrics, split
@@ -190,8 +190,9 @@ class Controller:
         bound = CHECK_BOUND if dtype.itemsize >= 4 else _HALF_BOUND
         if not difference <= bound:
             raise ModelError(
-                f"the model in shards gives log-probabilities that differ by {difference:.3g} from "
-                f"the whole model's; expected at most {bound:g}: use one process"
+                "the model in shards gives log-probabilities that differ by "
+                f"{above(difference, bound)} from the whole model's; expected at most {bound:g}: "
+                "use one process"
             )
 
 

@@ -38,7 +38,8 @@ ResetResult = tuple[str, dict[str, Any]]
 Options = dict[str, Any] | None
 """The argument `options` of `reset`."""
 Finish = Literal["stop", "length", "context"]
-"""An action ended by itself, was cut at its limit of tokens, or its prompt did not fit at all."""
+"""An action ended by itself, was cut at its limit of tokens, or its prompt did not fit at all; then
+its text says why."""
 
 
 class Action(str):
@@ -57,6 +58,8 @@ class Action(str):
     """Whether the prompt has opened the reasoning with which the action begins."""
     prompt_tokens: int
     """Tokens of the prompt that the action answers, also of one that did not fit; else 0."""
+    stop_text: str | None
+    """The text of `info["stop"]` that ended the action, if one did."""
 
     def __new__(
         cls,
@@ -66,12 +69,13 @@ class Action(str):
         finish_reason: Finish = "stop",
         prompt_tokens: int = 0,
         in_reasoning: bool = False,
+        stop_text: str | None = None,
     ) -> Action:
         """Makes the text and stores the rest."""
         action = super().__new__(cls, text)
         action.token_ids, action.message = tuple(token_ids), message
         action.finish_reason, action.prompt_tokens = finish_reason, prompt_tokens
-        action.in_reasoning = in_reasoning
+        action.in_reasoning, action.stop_text = in_reasoning, stop_text
         return action
 
 

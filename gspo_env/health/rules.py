@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gspo_env.config import Config
+from gspo_env.errors import above
 from gspo_env.health.collapse import (
     EvalSnapshot,
     describe_fall,
@@ -159,7 +160,7 @@ def engine(run: RunRecord, limit: float) -> Explanation | None:
         return None
     return (
         "Engine and trainer disagree: their log-probabilities of the sampled tokens differ by "
-        f"{difference:.2g} nats on average {when(run)}; up to {bound:g} is rounding.",
+        f"{above(difference, bound)} nats on average {when(run)}; up to {bound:g} is rounding.",
         "Try --engine transformers to see whether the engine is the cause, and the same dtype for "
         "both; until it is fixed, --loss.correction truncated reweights the difference.",
     )

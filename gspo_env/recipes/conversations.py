@@ -1,12 +1,13 @@
 """Conversations to imitate, which were recorded or written by hand: JSON lines in chat form.
 
 A line is an object with `messages` and, if the assistant may call tools, `tools`, both in OpenAI's
-format; `reward` and `task_key` are optional, and further keys are left alone. `gspo-env capture`
-writes such lines.
+format; `reward` and `task_key` are optional, and further keys are left alone. A message of the
+assistant with `"weight": 0` is not imitated. `gspo-env capture` writes such lines.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class Conversation:
     reward: float | None = None
     task_key: str | None = None
     """Name of the task; conversations about held-out tasks are not imitated."""
+    unweighted: frozenset[int] = frozenset()
+    """Indices of the messages that have the weight 0."""
 
     def line(self, **more: Any) -> str:
         """Returns the conversation as a line of a file.
@@ -42,7 +45,9 @@ class Conversation:
         Args:
             more: Further keys.
         """
-        row: dict[str, Any] = {"messages": [write_message(message) for message in self.messages]}
+        weights = ({"weight": 0} if n in self.unweighted else {} for n in range(len(self.messages)))
+        messages = [write_message(m) | w for m, w in zip(self.messages, weights, strict=True)]
+        row: dict[str, Any] = {"messages": messages}
         if self.tools:
             row["tools"] = [tool.schema for tool in self.tools]
         optional = {"reward": self.reward, "task_key": self.task_key, **more}
@@ -61,11 +66,11 @@ def read_conversations(path: str, least: float | None = None) -> list[Conversati
         ConfigError: It cannot be read, a line is malformed, or there is no conversation.
     """
     try:
-        lines = Path(path).expanduser().read_bytes().splitlines()
+        data = Path(path).expanduser().read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise ConfigError(f"cannot read the conversations {path!r}: {error.strerror}") from error
     conversations = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(data.splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -87,9 +92,13 @@ def _read(row: dict[str, Any]) -> Conversation:
     values = [row.get(key) or [] for key in ("messages", "tools")]
     if not all(isinstance(value, list) for value in values):
         raise RefusedError("messages or tools is no list; expected lists of objects")
+    unweighted = frozenset(n for n, value in enumerate(values[0]) if _weight(value, n) == 0)
     messages = tuple(read_messages(values[0]))
-    if not any(m.role == "assistant" for m in messages):
-        raise RefusedError("no message is the assistant's; expected one to imitate")
+    if not any(m.role == "assistant" and n not in unweighted for n, m in enumerate(messages)):
+        raise RefusedError(
+            "no message is the assistant's, or all of them have the weight 0; expected one to "
+            "imitate"
+        )
     if messages[0].role == "assistant":
         raise RefusedError("the first message is the assistant's; expected one that it answers")
     reward, key = row.get("reward"), row.get("task_key")
@@ -100,7 +109,25 @@ def _read(row: dict[str, Any]) -> Conversation:
         tools=tuple(read_tools(values[1])),
         reward=None if reward is None else float(reward),
         task_key=key if isinstance(key, str) else None,
+        unweighted=unweighted,
     )
+
+
+def _weight(message: Any, number: int) -> int:
+    """Takes the weight out of a message; 1 by default.
+
+    Raises:
+        RefusedError: It is neither 0 nor 1, or that of a message that nobody imitates.
+    """
+    weight = message.pop("weight", None) if isinstance(message, dict) else None
+    if weight is None:
+        return 1
+    allowed = (0, 1) if message.get("role") == "assistant" else (0,)
+    if isinstance(weight, bool) or weight not in allowed:
+        raise RefusedError(
+            f"messages[{number}].weight is {weight!r}; expected {' or '.join(map(str, allowed))}"
+        )
+    return int(weight)
 
 
 def to_episode(
@@ -115,7 +142,8 @@ def to_episode(
         number: Its number, which becomes the seed of the task.
     """
     messages, tools = conversation.messages, conversation.tools
-    places = [n for n, message in enumerate(messages) if message.role == "assistant"]
+    indices = [n for n in range(len(messages)) if n not in conversation.unweighted]
+    places = [n for n in indices if messages[n].role == "assistant"]
     turns = []
     for place, following in zip(places, [*places[1:], None], strict=True):
         then = None if following is None else messages[:following]

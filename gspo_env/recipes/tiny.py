@@ -68,6 +68,11 @@ class Tiny(Recipe):
                 f"hidden_size is {self.hidden_size} with {self.heads} heads; "
                 "expected an even size for each head"
             )
+        if self.min_reward is not None and not self.conversations:
+            raise ConfigError(
+                f"min_reward is {self.min_reward}, and the recipe plays its own demonstrations; "
+                "expected none, or a file of conversations"
+            )
 
     @property
     def demonstrates(self) -> bool:

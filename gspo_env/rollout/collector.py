@@ -246,11 +246,10 @@ class Collector:
         if unfit and not self._warned:
             self._warned = True
             logger.warning(
-                "%d of %d episodes ended before their first turn, because their prompts have more "
-                "than the %d tokens that rollout.max_context %d less rollout.max_turn_tokens %d "
-                "leaves: raise max_context or lower max_turn_tokens",
-                *(unfit, len(episodes), limits.max_context - limits.max_turn_tokens),
-                *(limits.max_context, limits.max_turn_tokens),
+                "%d of %d episodes ended before their first turn, because their prompts do not fit "
+                "into rollout.max_context %d with rollout.max_turn_tokens %d: raise max_context or "
+                "lower max_turn_tokens",
+                *(unfit, len(episodes), limits.max_context, limits.max_turn_tokens),
             )
 
     async def _episode(self, redraw: TaskRedraw, seed: int, temperature: float) -> Episode:

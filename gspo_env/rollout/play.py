@@ -60,6 +60,8 @@ class PolicyInput:
     request: ResetInfo | StepInfo = field(default_factory=StepInfo)
     """The `info` that came with the observation: the conversation, tools and limits of the next
     action, as far as the environment gives them."""
+    takes_cuts: bool = False
+    """Whether the environment has `takes_cut_actions`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,6 +73,8 @@ class PolicyOutput:
     """The action as a message, if something has parsed it."""
     in_reasoning: bool = False
     """See `Turn.in_reasoning`."""
+    stop_text: str | None = None
+    """See `Action.stop_text`."""
     parent: int | None = -1
     """See `Turn.parent`."""
     fork: Fork | None = None
@@ -278,6 +282,7 @@ class EpisodeRun:
                     turn=len(self.turns),
                     reward=self.turns[-1].reward if self.turns else 0.0,
                     request=self.request,
+                    takes_cuts=self.takes_cuts,
                 )
             )
             if not isinstance(move, (str, PolicyOutput)):
@@ -314,7 +319,7 @@ class EpisodeRun:
         if stop is not None:
             finish = _CUTS.get(stop) if self.takes_cuts else None
         if finish == "context":
-            return await self._refuse(stop, move.prompt_tokens)
+            return await self._refuse(move)
         if finish is not None:
             self.refused = 0
             started = time.perf_counter()
@@ -325,6 +330,7 @@ class EpisodeRun:
                 finish,
                 move.prompt_tokens,
                 move.in_reasoning,
+                move.stop_text,
             )
             stop, reward, info = await self._step(action, len(move.action_ids) or None)
             seconds = time.perf_counter() - started
@@ -368,16 +374,16 @@ class EpisodeRun:
             return StopReason.TERMINATED, reward, info
         return StopReason.TRUNCATED if truncated else None, reward, info
 
-    async def _refuse(self, limit: StopReason | None, tokens: int) -> StopReason | None:
+    async def _refuse(self, move: PolicyOutput) -> StopReason | None:
         """Tells the environment that its prompt does not fit; no turn, since nothing is sampled.
 
         What the step says of the end of the episode belongs to the last turn.
         """
         self.refused += 1
         if self.refused > _MOST_REFUSED:
-            return limit
+            return move.stop
         stop, reward, info = await self._step(
-            Action("", finish_reason="context", prompt_tokens=tokens), None
+            Action(move.text, finish_reason="context", prompt_tokens=move.prompt_tokens), None
         )
         if reward != 0:
             error = EnvironmentContractError(

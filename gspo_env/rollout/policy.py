@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gspo_env.chat.conversation import PromptIds, Transcript
@@ -48,13 +47,13 @@ class EnginePolicy:
         limits, request = self.limits, inputs.request
         try:
             prompt = self._read(self.transcript, inputs)
+            max_tokens = limits.answer_tokens(
+                len(prompt.ids), request.max_tokens, fills=inputs.takes_cuts
+            )
         except PromptLengthError as error:
-            return PolicyOutput(stop=StopReason.MAX_CONTEXT, prompt_tokens=error.tokens)
-        max_tokens = limits.max_turn_tokens
-        if request.max_tokens is not None:
-            max_tokens = min(max_tokens, request.max_tokens)
-        if len(prompt.ids) + max_tokens > limits.max_context:
-            return PolicyOutput(stop=StopReason.MAX_CONTEXT, prompt_tokens=len(prompt.ids))
+            return PolicyOutput(
+                text=str(error), stop=StopReason.MAX_CONTEXT, prompt_tokens=error.tokens
+            )
         sampling = Sampling(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -70,12 +69,14 @@ class EnginePolicy:
         completion = await self.engine.generate(prompt.ids, sampling, session)
         self.progress.wait_for("their environments", inputs.turn)
         check_completion(completion, sampling, self.vocab_size)
+        text = self.chat.decode(completion.token_ids)
         parsed = self.transcript.write(completion.token_ids)
         is_cut = completion.finish_reason == "length"
         return PolicyOutput(
-            text=_until(self.chat.decode(completion.token_ids), request.stop),
+            text=text.partition(parsed.stop_text)[0] if parsed.stop_text else text,
             message=parsed.message,
             in_reasoning=parsed.in_reasoning,
+            stop_text=parsed.stop_text,
             parent=prompt.parent,
             fork=prompt.fork,
             prompt_ids=prompt.prompt_ids,
@@ -116,9 +117,3 @@ class EnginePolicy:
                 self.engine.release(self.sessions[unused])
             self.sessions = {n: f"{self.session}/{n}" if n else self.session for n in used}
         return self.sessions[number]
-
-
-def _until(text: str, stop: Sequence[str]) -> str:
-    """Returns a text up to the first of the stop texts."""
-    places = [place for place in map(text.find, stop) if place >= 0]
-    return text[: min(places)] if places else text

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval
 
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, PromptLengthError
 from gspo_env.registry import check_values
 
 
@@ -56,6 +56,25 @@ class RolloutConfig:
     def worker_episodes(self) -> int:
         """Maximum number of episodes in flight of one worker."""
         return self.concurrency // max(1, self.ray_workers)
+
+    def answer_tokens(self, prompt: int, requested: int | None, *, fills: bool) -> int:
+        """Returns the most tokens of an answer.
+
+        Args:
+            prompt: Tokens of the prompt.
+            requested: The limit of the request, if it has one.
+            fills: Without a limit of the request, take what is left of the context.
+
+        Raises:
+            PromptLengthError: Both do not fit into the context.
+        """
+        most = min(self.max_turn_tokens if requested is None else requested, self.max_turn_tokens)
+        room = self.max_context - prompt
+        if fills and requested is None and room > 0:
+            most = min(most, room)
+        if most > room:
+            raise PromptLengthError(self.max_context, prompt, most)
+        return most
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""

@@ -88,13 +88,8 @@ def _endpoint(server: PolicyServer, dialect: Dialect) -> Handler:
 
 def _write(dialect: Dialect, request: Request, reply: Reply) -> Response:
     if reply.finish_reason == "context":
-        raise RefusedError(
-            f"prompt is too long: its {reply.prompt_tokens} tokens and those of the answer are "
-            "more than the maximum context length of the model; shorten the conversation, or ask "
-            "for fewer tokens",
-            code="context_length_exceeded",
-            param="messages",
-        )
+        text = reply.message.content
+        raise RefusedError(text, code="context_length_exceeded", param="messages")
     if not request.stream:
         return JSONResponse(dialect.write(request, reply))
     lines = []

@@ -245,7 +245,7 @@ def stops(fields: Fields, field: str) -> tuple[str, ...]:
 
 
 def content(value: Any, where: str, kinds: Sequence[str]) -> str:
-    """Returns the text of a message: a string, or a list of parts with text.
+    """Returns the text of a message: a string, or a list of strings and parts with text.
 
     Args:
         value: The content; None is empty.
@@ -260,7 +260,7 @@ def content(value: Any, where: str, kinds: Sequence[str]) -> str:
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
         key = "refusal" if kind == "refusal" else "text"
-        text = part.get(key) if isinstance(part, dict) and kind in kinds else None
+        text = part.get(key) if isinstance(part, dict) and kind in kinds else part
         if not isinstance(text, str):
             expected = " or ".join(map(short, kinds))
             raise RefusedError(

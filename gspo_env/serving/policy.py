@@ -103,17 +103,11 @@ class ChatPolicy:
                 "",
                 request=StepInfo(messages=request.messages, tools=request.tools, stop=request.stop),
             )
+            limit = self._limits.answer_tokens(len(prompt.ids), request.max_tokens, fills=True)
         except PromptLengthError as error:
-            return self._refuse(conversation, error.tokens)
+            return self._refuse(conversation, error)
         except ChatTemplateError as error:
             raise RefusedError(str(error), param="messages") from None
-        limit = self._limits.max_turn_tokens
-        limit = min(request.max_tokens or limit, limit)
-        room = self._limits.max_context - len(prompt.ids)
-        if request.max_tokens is None and room > 0:
-            limit = min(limit, room)
-        if len(prompt.ids) + limit > self._limits.max_context:
-            return self._refuse(conversation, len(prompt.ids))
         temperature, seed = request.temperature, request.seed
         temperature = self._limits.temperature if temperature is None else temperature
         sampling = Sampling(
@@ -137,13 +131,14 @@ class ChatPolicy:
             finish_reason="length" if completion.finish_reason == "length" else "stop",
             prompt_tokens=len(prompt.ids),
             completion_tokens=len(completion.token_ids),
+            stop_text=action.stop_text,
         )
 
-    def _refuse(self, conversation: _Conversation, tokens: int) -> Reply:
+    def _refuse(self, conversation: _Conversation, error: PromptLengthError) -> Reply:
         """Returns the reply to a prompt that does not fit."""
         self._release(conversation)
-        nothing = Message(role="assistant", content="")
-        return Reply(message=nothing, finish_reason="context", prompt_tokens=tokens)
+        message = Message(role="assistant", content=str(error))
+        return Reply(message=message, finish_reason="context", prompt_tokens=error.tokens)
 
     def _take(self, request: Request, number: int) -> _Conversation:
         """Returns the conversation that a request continues, or a new one."""

@@ -59,10 +59,12 @@ class Reply:
     message: Message
     """The assistant's message. Calls without an id get one."""
     finish_reason: Finish = "stop"
-    """"length": cut at the limit of tokens; "context": the prompt did not fit, there is no answer.
+    """"length": cut at the limit of tokens; "context": the message says why the prompt did not fit.
     "stop" with calls counts as "tool_calls"."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    stop_text: str | None = None
+    """The text of `Request.stop` that ended the answer, if one did."""
     id: str = ""
     """Name of the answer; by default that of the request."""
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from gspo_env.batch.sample import Sample
 from gspo_env.engines.base import Engine, Sampling, check_completion
-from gspo_env.errors import EngineError
+from gspo_env.errors import EngineError, above
 from gspo_env.learner.settings import Trainer
 from gspo_env.rollout.collector import Collector
 from gspo_env.runtime.loops import ActiveTimeout
@@ -140,9 +140,9 @@ async def check_sync(
     if not difference_mean <= bound:
         raise EngineError(
             "after an update of the weights, the engine's log-probabilities of a probe differ from "
-            f"the trainer's by {difference_mean:.3g} on average; expected at most {bound:g} in "
-            f"{' and '.join(sorted(dtypes))}: the engine computes another model, or some weights "
-            "did not reach it; choose the engine `transformers`, or raise sync_tolerance of this "
-            "one if you know why they differ"
+            f"the trainer's by {above(difference_mean, bound)} on average; expected at most "
+            f"{bound:g} in {' and '.join(sorted(dtypes))}: the engine computes another model, or "
+            "some weights did not reach it; choose the engine `transformers`, or raise "
+            "sync_tolerance of this one if you know why they differ"
         )
     return {"train/sync_logprob_diff": difference_mean}

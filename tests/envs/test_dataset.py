@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -85,6 +87,27 @@ def test_files_give_the_same_task_for_the_same_seed(tmp_path):
     assert len(prompts(held_out, range(400))) == 25
     jsonl.write_text(json.dumps(SUMS[0]))
     assert prompts(make(str(jsonl)), range(9)) == {"What is 0 + 0?"}
+
+
+def test_data_is_read_as_people_have_it(tmp_path):
+    """A byte-order mark, lists of parts, and the arrays that pandas makes of Parquet files."""
+    parts = [{"type": "text", "text": "two"}]
+    chat = [CHAT[0], CHAT[1] | {"content": ["o", "ne"]}, CHAT[2] | {"content": parts}, *CHAT[3:]]
+    lines, table = tmp_path / "talks.jsonl", tmp_path / "talks.parquet"
+    lines.write_text(json.dumps({"messages": chat}), encoding="utf-8-sig")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": CHAT}]), table)
+    frame = pandas.read_parquet(table).to_dict("records")
+    assert isinstance(frame[0]["messages"], np.ndarray)
+    arrays = [
+        {"messages": np.array([m | {"content": np.array(["one"], object)} for m in CHAT[1:2]])}
+    ]
+    for data in (str(lines), str(table), frame):
+        env = make(data, lambda attempt: 1.0, chat="turns")
+        assert env.reset(seed=0)[0] == "one"
+        assert env.unwrapped.expert_action() == "two"
+    assert make(arrays).reset(seed=0)[0] == "one"
+    with pytest.raises(ConfigError, match="is a text, but chat is 'turns'"):
+        make(chat="turns").reset(seed=0)
 
 
 @pytest.mark.adapters
@@ -222,7 +245,13 @@ def test_a_reply_makes_turns_until_it_says_none_or_the_limit_is_reached():
         ({"rewards": 3}, "reward is 3"),
         ({"rewards": "nowhere.py:f"}, "expected an importable place"),
         ({"rewards": [exact_match, exact_match]}, "different names"),
-        ({"weights": [1, 2]}, "one for each"),
+        ({"weights": [1, 2]}, "a finite number for each"),
+        *(({"weights": w}, "weights is") for w in (["1"], [math.nan], [True], "1", 1.0, {1: 2})),
+        *(({"success": s}, "success is") for s in ("0.5", math.nan, True)),
+        *(({k: "test"}, f"{k} is 'test'") for k in ("split", "subset", "held_out")),
+        ({"held_out": "train"}, "rows that are trained on"),
+        ({"data": {"prompt": ["a"]}}, "data is a dict without a row 0"),
+        ({"data": pandas.DataFrame(SUMS)}, "data is a DataFrame without a row 0"),
         ({"held_out": 0.9}, "held_out is 0.9"),
         ({"chat": "all"}, "chat is 'all'"),
         ({"max_turns": 0}, "max_turns is 0"),
@@ -233,6 +262,9 @@ def test_impossible_arguments_are_refused(kwargs, message):
         make(**kwargs)
 
 
+BAD = ([3], [None], [{"type": "text"}], [{"type": "text", "text": None}], [{"type": "image"}], {})
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -241,6 +273,10 @@ def test_impossible_arguments_are_refused(kwargs, message):
         ({"prompt": [{"role": "user"}]}, "expected a role and a text"),
         ({"prompt": [{"role": "assistant", "content": "a"}]}, "has the roles"),
         ({"prompt": []}, "has the roles"),
+        *(
+            ({"prompt": [{"role": "user", "content": c}]}, "expected a role and a text")
+            for c in BAD
+        ),
     ],
 )
 def test_rows_without_a_chat_are_refused_by_name(row, message):

@@ -77,7 +77,7 @@ def agent(task, base_url, api_key):
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"key": [1, None]}
     assert (message["content"], message["reasoning_content"]) == ("ä", "so")
     assert error["error"]["code"] == "context_length_exceeded"
-    assert "9 tokens" in error["error"]["message"]
+    assert error["error"]["message"] == "9 in the prompt"
     assert cut["choices"][0]["finish_reason"] == "length"
     assert [answer["usage"]["prompt_tokens"] for answer in (first, cut)] == [7, 8]
     return 1.0
@@ -190,7 +190,7 @@ def test_a_program_in_a_process_of_its_own_gets_the_same_answers(make):
         for env in (make(**kwargs), isolated):
             assert env.reset(options={"row": 0})[0] == "one"
             steps = [env.step(Action("x", (1, 2), answer, "stop", 7))]
-            steps.append(env.step(Action("", finish_reason="context", prompt_tokens=9)))
+            steps.append(env.step(Action("9 in the prompt", finish_reason="context")))
             steps.append(env.step(Action("cut", (3,), finish_reason="length", prompt_tokens=8)))
             results.append([parse_step("test", step, 2) for step in steps])
             assert [tool.name for tool in steps[0][4]["tools"]] == ["lookup"]

@@ -48,6 +48,25 @@ def write(path, *rows):
     return str(path)
 
 
+def line_with(place, fields, line=None):
+    """A line whose message at `place` has further fields."""
+    row = json.loads(line or json.dumps(ROW))
+    row["messages"][place] |= fields
+    return json.dumps(row)
+
+
+def test_a_message_with_the_weight_0_is_context_and_not_imitated(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text(line_with(2, {"weight": 0}), encoding="utf-8-sig")  # with a byte-order mark
+    chat = ChatTokenizer(build_tokenizer(["x"]))
+    (conversation,) = read_conversations(str(path))
+    assert json.loads(conversation.line())["messages"][2]["weight"] == 0
+    (sample,) = imitation_samples([to_episode(conversation, chat, "x", 0)], chat)
+    ids, trained = np.asarray(sample.token_ids), np.asarray(sample.turn_ids) >= 0
+    assert "lookup" in chat.decode_all(ids[~trained].tolist())
+    assert chat.decode(ids[trained].tolist()) == "It is river."
+
+
 def test_a_line_that_is_read_and_written_is_the_same(tmp_path):
     (found,) = read_conversations(write(tmp_path / "c.jsonl", ROW))
     again = json.loads(found.line())
@@ -113,6 +132,10 @@ def test_only_rewarded_conversations_are_imitated_if_asked(tmp_path):
         (json.dumps({**ROW, "reward": "good"}), "reward"),
         (json.dumps({**ROW, "tools": [{}]}), "tools"),
         ("", "has 0 conversations"),
+        *((line_with(0, {"weight": w}), "weight is .*expected 0$") for w in (1, 0.5)),
+        *((line_with(4, {"weight": w}), "weight is .*0 or 1") for w in (2, "0", True)),
+        (line_with(2, {"weight": 0}, line_with(4, {"weight": 0})), "all of them have the weight 0"),
+        (line_with(1, {"content": [3]}), "has a part 3"),
     ],
 )
 def test_a_malformed_line_is_one_sentence_with_its_number(tmp_path, line, told):

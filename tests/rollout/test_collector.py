@@ -239,7 +239,7 @@ def test_prompts_that_do_not_fit_the_context_are_counted_once(player, caplog):
         groups = play(running, size=1)
         assert [e.stop_reason for e in episodes(groups)].count(StopReason.MAX_CONTEXT) == 2
     assert caplog.text.count("2 of 4 episodes ended before their first turn") == 1
-    assert "more than the 480 tokens that rollout.max_context 512 less" in caplog.text
+    assert "rollout.max_context 512 with rollout.max_turn_tokens 32" in caplog.text
     groups = play(running, tasks=1, size=2)
     assert not any(e.turns for e in episodes(groups))
     played = RolloutStats(groups, 1.0).played

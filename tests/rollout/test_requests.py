@@ -19,7 +19,7 @@ from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.play import PolicyOutput, play
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.types import Group, StopReason, Task
+from gspo_env.types import Group, Message, StopReason, Task
 
 TASK = Task(env_id="test", seed=0)
 
@@ -113,6 +113,20 @@ def test_the_limit_of_a_request_is_the_lower_one(model, chat):
     sizes = [len(turn.action_ids) for turn in episode.turns]
     assert sizes[1] == 1
     assert sizes[2] <= 12
+
+
+def test_a_program_without_a_limit_gets_the_room_that_is_left_and_reads_what_does_not_fit(
+    model, chat
+):
+    size = len(chat.start("birch"))
+    env = Asking(
+        [{"max_tokens": 12, "messages": [Message(role="user", content="birch")]}], cuts=True
+    )
+    collect(env, model, chat, max_context=size + 7)
+    answer, refusal = env.actions
+    assert len(answer.token_ids) <= 7
+    assert refusal.finish_reason == "context"
+    assert f"is {size + 7} tokens; {size} in the prompt, 12 for the answer" in refusal
 
 
 ENGINES = {

@@ -125,7 +125,8 @@ def test_what_cannot_be_done_is_refused_with_the_name_of_the_field(opened, path,
 
 
 def test_errors_of_anthropic_have_its_format(opened):
-    got = opened(Policy(finish_reason="context")).post("/messages", json=HI)
+    policy = Policy("prompt is too long: 9", finish_reason="context")
+    got = opened(policy).post("/messages", json=HI)
     assert got.status_code == 400
     assert got.json()["type"] == "error"
     assert "prompt is too long" in got.json()["error"]["message"]

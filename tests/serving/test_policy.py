@@ -116,7 +116,7 @@ def test_a_prompt_that_leaves_less_room_than_the_limit_is_answered_within_it(ser
     assert served.engine.asked[-1][1].max_tokens == room
     error = post(served, messages=messages, max_tokens=8).json()["error"]
     assert error["code"] == "context_length_exceeded"
-    assert "those of the answer" in error["message"]
+    assert f"is 128 tokens; {128 - room} in the prompt, 8 for the answer" in error["message"]
 
 
 @pytest.mark.parametrize("channel", ["user", "earlier", "call"])
@@ -158,6 +158,15 @@ def test_a_stop_text_ends_an_answer_and_is_not_part_of_it(served):
     cut = post(served, temperature=1.5, seed=1, stop=[middle]).json()["choices"][0]
     assert cut["message"]["content"] == whole[: whole.find(middle)]
     assert cut["finish_reason"] == "stop"
+    body = {**HI, "temperature": 0, "max_tokens": 8}
+    plain = served.post("/messages", json=body).json()
+    assert plain["stop_reason"] in ("end_turn", "max_tokens")
+    assert plain["stop_sequence"] is None
+    first = plain["content"][0]["text"][:1]
+    ended = served.post("/messages", json={**body, "stop_sequences": ["no such", first]}).json()
+    assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", first)
+    streamed = served.post("/messages", json={**body, "stop_sequences": [first], "stream": True})
+    assert f'"stop_sequence": {json.dumps(first, ensure_ascii=False)}' in streamed.text
 
 
 def test_hanging_up_leaves_the_engine_free(served):

@@ -150,7 +150,7 @@ def test_anthropic_with_a_call_and_its_result(anthropic, stream):
 def test_anthropic_errors_have_their_classes(anthropic):
     import anthropic as sdk
 
-    client = anthropic(Policy(finish_reason="context"))
+    client = anthropic(Policy("prompt is too long", finish_reason="context"))
     with pytest.raises(sdk.BadRequestError, match="prompt is too long"):
         client.messages.create(model="m", max_tokens=9, messages=HI)
     with pytest.raises(sdk.AuthenticationError):

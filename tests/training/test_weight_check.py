@@ -14,7 +14,7 @@ from gspo_env.config import Config
 from gspo_env.engines import Engine
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.registration import make_env
-from gspo_env.errors import EngineError
+from gspo_env.errors import EngineError, above
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model.export import named_weights
 from gspo_env.recipes.tiny import Tiny
@@ -164,3 +164,11 @@ def test_a_run_probes_an_engine_that_has_a_copy_and_no_other(tmp_path, monkeypat
     ]
     assert len(seen) == (2 if copying else 0)
     assert all(0 < value < 1e-4 for value in seen)
+
+
+@pytest.mark.parametrize("bound", [1e-4, 1.04e-4, 0.3, 2.0])
+@pytest.mark.parametrize("factor", [1 + 1e-9, 1.0004, 1.3, 50.0, math.inf, math.nan])
+def test_a_value_above_its_bound_never_looks_equal_to_it(bound, factor):
+    text = above(bound * factor, bound)
+    assert not float(text) <= float(f"{bound:g}")
+    assert len(text) < 16

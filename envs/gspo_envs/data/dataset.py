@@ -10,8 +10,8 @@ from gspo_env.env.base import Action, Options, ResetResult, StepResult
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError
 from gspo_env.registry import load_function
-from gspo_envs.data.rewards import Attempt, Rewards, settle
-from gspo_envs.data.rows import Message, TaskRows, begin_chat, read_chat, speaker_and_text
+from gspo_envs.data.rewards import Attempt, Rewards, check_success, settle
+from gspo_envs.data.rows import Message, TaskRows, as_list, begin_chat, read_chat, speaker_and_text
 
 _COLUMNS = ("prompt", "messages", "conversations", "question")
 
@@ -72,6 +72,7 @@ class DatasetEnv(ToolEnv):
             if value not in allowed:
                 raise ConfigError(f"Dataset: {name} is {value!r}, expected {' or '.join(allowed)}.")
         super().__init__(max_turns)
+        check_success("Dataset", success)
         self.rewards = Rewards("Dataset", rewards, weights)
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
         self.num_tasks = len(self._rows)
@@ -179,6 +180,8 @@ class DatasetEnv(ToolEnv):
         value = self._row[column]
         self._plain = isinstance(value, str)
         where = f"Dataset: column {column} of row {index}"
+        if self._plain and self.chat == "turns":
+            raise ConfigError(f"{where} is a text, but chat is 'turns'; expected messages.")
         system, messages = read_chat(value, where)
         self.system_prompt = self._system if system is None else system
         if messages[-1]["role"] == "assistant":
@@ -191,7 +194,7 @@ def _answers(row: Mapping[str, Any], column: str, *, every: bool) -> list[str]:
     completion = row.get("answer" if column == "question" else "completion")
     if isinstance(completion, str):
         return [completion]
-    chat = row[column] if completion is None else completion
+    chat = as_list(row[column] if completion is None else completion)
     if not isinstance(chat, (list, tuple)) or not chat:
         return []
     messages = [speaker_and_text(m) for m in chat]

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.model.load import load_model
 from gspo_env.registry import load_function
 from gspo_env.runtime import loops
-from gspo_envs.data.rows import Message
+from gspo_envs.data.rows import Message, as_list
 
 Ids = list[int]
 
@@ -98,7 +99,7 @@ class Rewards:
         weights: One for each reward, or none.
 
     Raises:
-        ConfigError: Two rewards have one name, or there are too few or too many weights.
+        ConfigError: Two rewards have one name, or the weights are not one number for each.
     """
 
     def __init__(self, owner: str, specs: Any, weights: Sequence[float] = ()) -> None:
@@ -108,11 +109,13 @@ class Rewards:
         names = [reward.name for reward in self._rewards]
         if len(set(names)) < len(names):
             raise ConfigError(f"{owner}: the rewards are named {names}, expected different names.")
-        if weights and len(weights) != len(names):
+        numbers = as_list(weights)
+        is_list = isinstance(numbers, (list, tuple)) and all(map(_is_number, numbers))
+        if not is_list or len(numbers) not in (0, len(names)):
             raise ConfigError(
-                f"{owner}: weights is {list(weights)}, expected one for each of {names}."
+                f"{owner}: weights is {numbers!r}, expected a finite number for each of {names}."
             )
-        self.weights = dict(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
+        self.weights = dict(zip(names, map(float, numbers or [1.0] * len(names)), strict=True))
         self.waits = any(reward.waits for reward in self._rewards)
 
     def __len__(self) -> int:
@@ -143,6 +146,20 @@ def settle(answers: Sequence[Any]) -> list[Any]:
         return list(answers)
     results = iter(loops.run(gather(), "rewards"))
     return [next(results) if inspect.isawaitable(answer) else answer for answer in answers]
+
+
+def check_success(owner: str, success: Any) -> None:
+    """Checks the reward from which an episode is a success.
+
+    Raises:
+        ConfigError: It is neither None nor a finite number.
+    """
+    if success is not None and not _is_number(success):
+        raise ConfigError(f"{owner}: success is {success!r}, expected a finite number or None.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _number(reward: Reward, answer: Any) -> float | None:

@@ -43,6 +43,7 @@ class TaskRows:
     ) -> None:
         """Opens the rows."""
         self._train = open_rows(data, split, subset)
+        _check_splits(data, split, subset, held_out)
         self._share, self._eval = _held_out(held_out, data, subset)
 
     def __len__(self) -> int:
@@ -89,7 +90,7 @@ def read_chat(value: Any, where: str) -> tuple[str | None, list[Message]]:
         ConfigError: It is neither a string nor such a chat.
     """
     chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    messages, system = _messages(chat, where), None
+    messages, system = _messages(as_list(chat), where), None
     if messages and messages[0]["role"] in ("system", "developer"):
         system = messages.pop(0)["content"]
     roles = [m["role"] for m in messages]
@@ -157,6 +158,13 @@ def open_rows(source: Any, split: str = "train", subset: str | None = None) -> R
         raise ConfigError(f"data is {source!r}, expected rows or where they are.")
     if not len(source):
         raise ConfigError("data has no rows; expected at least one.")
+    try:
+        source[0]
+    except (LookupError, TypeError):
+        kind = type(source).__name__
+        raise ConfigError(
+            f"data is a {kind} without a row 0, expected rows, such as a list of dictionaries."
+        ) from None
     rows: Rows = source
     return rows
 
@@ -216,7 +224,7 @@ def _read_csv(path: Path) -> Rows:
 
 def _read_jsonl(path: Path) -> Rows:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -257,6 +265,30 @@ class _Parquet(Sequence[Mapping[str, Any]]):
         return self._table.slice(index, 1).to_pylist()[0]
 
 
+def _check_splits(data: Any, split: str, subset: str | None, held_out: Any) -> None:
+    """Refuses splits of data that has none, and evaluation on the rows of the training.
+
+    Raises:
+        ConfigError: A setting means nothing for the data, or both are the same rows.
+    """
+    is_named = isinstance(held_out, (str, os.PathLike))
+    if is_named and str(held_out) in (split, str(data)):
+        raise ConfigError(
+            f"data: held_out is {held_out!r}, the rows that are trained on, expected others, or 0 "
+            "to use all rows for both."
+        )
+    if isinstance(data, (str, os.PathLike)) and Path(data).suffix not in (*_READERS, ".parquet"):
+        return
+    is_split = isinstance(held_out, str) and not Path(held_out).suffix
+    settings = {"split": split != "train" and split, "subset": subset}
+    for name, value in {**settings, "held_out": is_split and held_out}.items():
+        if value:
+            raise ConfigError(
+                f"data: {name} is {value!r}, but a file or rows have no splits; expected the name "
+                "of a Hugging Face dataset as data."
+            )
+
+
 def _held_out(held_out: Any, data: Any, subset: str | None) -> tuple[float, Rows | None]:
     """Returns the share of the rows that is held out, or the separate evaluation rows."""
     if isinstance(held_out, (int, float)):
@@ -270,12 +302,29 @@ def _held_out(held_out: Any, data: Any, subset: str | None) -> tuple[float, Rows
 
 
 def speaker_and_text(message: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Returns who speaks in a message, and the text; ShareGPT calls them `from` and `value`."""
+    """Returns who speaks in a message, and the text; ShareGPT calls them `from` and `value`.
+
+    A list of texts, or of parts with a text, is joined. Any other content is returned as it is.
+    """
     if "role" in message or "from" not in message:
-        return message.get("role"), message.get("content")
+        return message.get("role"), _joined(message.get("content"))
     speaker = message["from"]
     role = _SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else speaker
-    return role, message.get("value")
+    return role, _joined(message.get("value"))
+
+
+def as_list(value: Any) -> Any:
+    """Returns a NumPy array, as `pandas` reads the lists of Parquet files, as a list."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _joined(content: Any) -> Any:
+    parts = as_list(content)
+    if not isinstance(parts, (list, tuple)):
+        return content
+    is_text = [isinstance(part, Mapping) and part.get("type") == "text" for part in parts]
+    texts = [p.get("text") if text else p for p, text in zip(parts, is_text, strict=True)]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
 
 
 def _messages(value: Any, where: str) -> list[Message]:
@@ -285,8 +334,6 @@ def _messages(value: Any, where: str) -> list[Message]:
     read: list[Message] = []
     for message in value:
         role, content = speaker_and_text(message)
-        if isinstance(content, (list, tuple)) and all(p.get("type") == "text" for p in content):
-            content = "".join(part["text"] for part in content)
         if not isinstance(role, str) or not isinstance(content, str):
             raise ConfigError(f"{where} has the message {message!r}, expected a role and a text.")
         content = clean(content)

@@ -29,7 +29,7 @@ from gspo_env.errors import (
 )
 from gspo_env.registry import load_function
 from gspo_env.types import Message
-from gspo_envs.data.rewards import Rewards
+from gspo_envs.data.rewards import Rewards, check_success
 from gspo_envs.data.rows import TaskRows, begin_chat
 from gspo_envs.program.commands import read_sandbox, start_command
 from gspo_envs.program.functions import start_function
@@ -128,6 +128,7 @@ class ProgramEnv(TextEnv):
         self.timeout, self.silence, self.success_from = timeout, silence, success
         self._start = _read_program(program, command, dict(env or {}), sandbox)
         self._ends = _read_ends(ends)
+        check_success("Program", success)
         self.rewards = Rewards("Program", rewards, weights)
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
         self.num_tasks = len(self._rows)
@@ -294,6 +295,7 @@ def to_reply(action: str, tools: Sequence[Tool]) -> tuple[Reply, int]:
         finish_reason=act.finish_reason,
         prompt_tokens=act.prompt_tokens,
         completion_tokens=len(act.token_ids),
+        stop_text=act.stop_text,
     )
     return reply, malformed
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from gspo_env.engines.embedded.kv_cache import KVCache
+from gspo_env.errors import above
 from gspo_env.model.attention import Ragged
 
 logger = logging.getLogger(__name__)
@@ -205,8 +206,8 @@ def start_direct(model: Any) -> DirectForward | None:
     if not difference <= _BOUND:
         logger.warning(
             "the model runs with its own modules: the direct pass changes log-probabilities by "
-            "%.2g, expected at most %g",
-            difference,
+            "%s, expected at most %g",
+            above(difference, _BOUND),
             _BOUND,
         )
         return None

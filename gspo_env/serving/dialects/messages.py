@@ -98,6 +98,8 @@ def _head(request: Request, reply: Reply) -> Json:
 
 
 def _end(reply: Reply) -> Json:
+    if reply.finish_reason == "stop" and reply.stop_text is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_text}
     return {"stop_reason": _REASONS[reply.finish_reason], "stop_sequence": None}
 
 
