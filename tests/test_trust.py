@@ -285,7 +285,7 @@ def test_a_folder_that_the_user_trained_is_evaluated_and_resumes_without_flags(c
     config = parse(["train", "--model", "run"]).resolved
     assert config.env == "mine.py:Mine"
     assert config.env_kwargs == {"words": 3}
-    assert config.learner.learning_rate == 1e-3
+    assert config.learner.learning_rate == 4e-4
     assert config.seed == 7
     assert config.model == "run"
     assert config.output == ""

@@ -33,7 +33,7 @@ _LONGEST = 1 << 22
 """Characters and items of a value in a template, those of its items included."""
 _ITEM = 16
 """What an item counts in addition to its text."""
-_LONGEST_OUTPUT = 1 << 25
+_LONGEST_OUTPUT = 1 << 24
 """Characters that a template may write, those of its macros and blocks included."""
 _COUNT, _SPEND, _WRITE, _CONCAT = "gspo_count", "gspo_spend", "gspo_write", "gspo_concat"
 _SEARCHES = {

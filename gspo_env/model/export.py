@@ -55,13 +55,18 @@ class Exporter:
         self._copies: dict[str, str] = {}
         self._ids = usable_ids(base)
         ends = (base.get_input_embeddings(), base.get_output_embeddings())
+        text = self.config.get_text_config()
         padded = {
-            id(p) for part in ends if part is not None for p in part.parameters(recurse=False)
+            id(p)
+            for part in ends
+            if part is not None
+            for p in part.parameters()
+            if len(p) == text.vocab_size
         }
         self._padded: set[str] = set()
         """The weights with a row for each id, if there are more than the engine may sample."""
-        if self._ids < ends[0].num_embeddings:
-            self.config.get_text_config().vocab_size = self._ids
+        if self._ids < text.vocab_size:
+            text.vocab_size = self._ids
             every = base.named_parameters(remove_duplicate=False)
             self._padded = {_exported(base, name) for name, p in every if id(p) in padded}
         for name, source in getattr(base, "all_tied_weights_keys", {}).items():

@@ -45,16 +45,17 @@ def load_gguf(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     try:
         head_dim = _check_file(name, path)
-        config = AutoConfig.from_pretrained(path.parent, **where)
+        config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False, **where)
         if head_dim is not None:
             config.head_dim = head_dim  # which transformers does not read for every architecture
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **where)
         load: Any = AutoModelForCausalLM
         model, report = load.from_pretrained(
             path.parent,
             config=config,
             dtype=getattr(torch, dtype),
             output_loading_info=True,
+            trust_remote_code=False,
             **where,
         )
     except ModelError:

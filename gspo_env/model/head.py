@@ -147,8 +147,8 @@ def _logits(
 
 def usable_ids(model: Any) -> int:
     """Returns how many of the first ids of a model have a probability; the others never occur."""
-    size = int(model.get_input_embeddings().num_embeddings)
-    return getattr(model.config.get_text_config(), "usable_vocab_size", size)
+    config = model.config.get_text_config()
+    return int(getattr(config, "usable_vocab_size", config.vocab_size))
 
 
 def linear_head(model: Any, packed: bool) -> nn.Linear | None:

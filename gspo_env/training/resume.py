@@ -7,6 +7,7 @@ import random
 import reprlib
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,19 +92,22 @@ def open_run(run: Path, config: Config | None) -> Resumed:
         raise OutputError(f"{str(run)!r} has no checkpoints; expected the folder of a run")
     check_folder(run)
     checkpoints = Checkpoints(run, (config or Config()).checkpoints)
-    checkpoint = checkpoints.newest()
-    numbers = checkpoint.numbers
-    for name, kind in _FACTS.items():
-        if not isinstance(numbers.get(name), kind):
-            raise OutputError(
-                f"{str(checkpoint.folder / 'state.json')!r} has {name} = "
-                f"{reprlib.repr(numbers.get(name))}; expected {kind.__name__}: start a new run"
-            )
-    config = changed_config(run, checkpoint, config)
-    checkpoints.settings, checkpoints.failed = config.checkpoints, int(numbers["failed"])
-    model, tokenizer = numbers["model"], None
-    if not model:
-        model, tokenizer = _load_start(checkpoints.folder / START, numbers["dtype"])
+    with ExitStack() as unlock:  # another process may train the run if this raises
+        unlock.enter_context(checkpoints)
+        checkpoint = checkpoints.newest()
+        numbers = checkpoint.numbers
+        for name, kind in _FACTS.items():
+            if not isinstance(numbers.get(name), kind):
+                raise OutputError(
+                    f"{str(checkpoint.folder / 'state.json')!r} has {name} = "
+                    f"{reprlib.repr(numbers.get(name))}; expected {kind.__name__}: start a new run"
+                )
+        config = changed_config(run, checkpoint, config)
+        checkpoints.settings, checkpoints.failed = config.checkpoints, int(numbers["failed"])
+        model, tokenizer = numbers["model"], None
+        if not model:
+            model, tokenizer = _load_start(checkpoints.folder / START, numbers["dtype"])
+        unlock.pop_all()
     return Resumed(
         checkpoints=checkpoints,
         checkpoint=checkpoint,
