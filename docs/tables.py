@@ -12,11 +12,15 @@ import ast
 import inspect
 import itertools
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
+from gspo_env.chat import ChatTokenizer
+from gspo_env.env.tools import as_tool, tool
 from gspo_env.episodes import schema
-from gspo_env.types import ResetInfo, StepInfo
+from gspo_env.tool_calls import MARKS, parse_tool_calls
+from gspo_env.types import ResetInfo, StepInfo, ToolCall
 
 FOLDER = Path(__file__).parent
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -54,9 +58,93 @@ def rules() -> list[str]:
     return ["| rule | finds | threshold |", "|---|---|---|", *rows]
 
 
+@tool
+def look(word: str, times: int = 1) -> str:
+    """Look a word up."""
+    return word * times
+
+
+_ARGUMENTS = '{"word": "a", "times": 2}'
+_OBJECT = f'{{"name": "look", "arguments": {_ARGUMENTS}}}'
+_LLAMA = f'{{"name": "look", "parameters": {_ARGUMENTS}}}'
+_PYTHON = "look(word='a', times=2)"
+
+
 def first_line(function: Callable[..., object]) -> str:
     """Returns the first line of a function's docstring, without its full stop."""
     return (inspect.getdoc(function) or "").partition("\n")[0].rstrip(".")
+
+
+TOOL = as_tool(look)
+CALL = ToolCall(name="look", arguments={"word": "a", "times": 2})
+JSON, TYPED, LITERAL = "JSON", "text, typed by the schema", "Python literals"
+FORMATS = {
+    "Hermes, Qwen": (JSON, "qwen3", f"<tool_call>\n{_OBJECT}\n</tool_call>"),
+    "GLM": (
+        TYPED,
+        "glm4",
+        "<tool_call>look\n<arg_key>word</arg_key>\n<arg_value>a</arg_value>\n"
+        "<arg_key>times</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    ),
+    "Qwen3-Coder": (
+        TYPED,
+        "qwen3_coder",
+        "<function=look>\n<parameter=word>\na\n</parameter>\n<parameter=times>\n2\n</parameter>\n"
+        "</function>",
+    ),
+    "Muse": (
+        TYPED,
+        "",
+        '<atem:invoke name="look"><atem:parameter name="word">a</atem:parameter>'
+        '<atem:parameter name="times">2</atem:parameter></atem:invoke>',
+    ),
+    "Llama 3": (JSON, "llama3", _LLAMA),
+    "Llama 3, tagged": (JSON, "llama3", f"<|python_tag|>{_LLAMA}"),
+    "Llama 3, Python": (LITERAL, "llama3", f"[{_PYTHON}]"),
+    "Llama 4": (LITERAL, "", f"<|python_start|>[{_PYTHON}]<|python_end|>"),
+    "LFM2": (LITERAL, "", f"<|tool_call_start|>[{_PYTHON}]<|tool_call_end|>"),
+    "Mistral, older": (JSON, "mistral", f"[TOOL_CALLS][{_OBJECT}]"),
+    "Mistral": (JSON, "mistral", f"[TOOL_CALLS]look[ARGS]{_ARGUMENTS}"),
+    "Granite, Phi-4-mini": (JSON, "granite", f"<|tool_call|>[{_OBJECT}]<|/tool_call|>"),
+    "DeepSeek": (
+        JSON,
+        "deepseek",
+        f"<\uff5ctool\u2581call\u2581begin\uff5c>look<\uff5ctool\u2581sep\uff5c>{_ARGUMENTS}"
+        "<\uff5ctool\u2581call\u2581end\uff5c>",
+    ),
+    "Kimi": (
+        JSON,
+        "",
+        f"<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{_ARGUMENTS}"
+        "<|tool_call_end|>",
+    ),
+    "gpt-oss": (
+        JSON,
+        "harmony",
+        f"<|channel|>commentary to=functions.look <|constrain|>json<|message|>{_ARGUMENTS}<|call|>",
+    ),
+    "Gemma 4": (JSON, "", '<|tool_call>call:look{word:<|"|>a<|"|>,times:2}<tool_call|>'),
+}
+"""The form of each family's arguments, its tokenizer in the tests, and `CALL` as it writes it."""
+
+
+def formats() -> list[str]:
+    """Returns the rows of the formats of tool calls, each of which is read as `CALL`."""
+    families = runpy.run_path(str(FOLDER.parent / "tests/chat_families.py"))["FAMILIES"]
+    rows, marks = [], set()
+    for family, (arguments, tokenizer, text) in FORMATS.items():
+        assert parse_tool_calls(text, [TOOL]) == [CALL], family
+        marks |= {mark for mark in MARKS if mark in text}
+        chat = ChatTokenizer(families[tokenizer]()) if tokenizer else None
+        stops = [] if chat is None else [code(chat.decode_all([i])) for i in chat.stop_ids]
+        rows.append(f"| {family} | {code(text)} | {arguments} | {' '.join(stops)} |")
+    assert marks == set(MARKS), set(MARKS) - marks
+    return ["| family | a call | arguments | stops |", "|---|---|---|---|", *rows]
+
+
+def code(text: str) -> str:
+    """Returns a text as code in a table."""
+    return f"`{text.replace('|', chr(92) + '|').replace(chr(10), '↵')}`"
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
@@ -64,6 +152,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "step": lambda: info_keys(StepInfo),
     "columns": episode_columns,
     "rules": rules,
+    "formats": formats,
 }
 
 

@@ -39,7 +39,10 @@ _KINDS: Mapping[type, str] = {
     type(None): "null",
 }
 _BARE = re.compile(r"^[ \t]*(?=[{\[])", re.MULTILINE)
-_BROKEN = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"]*)"')
+_BROKEN = re.compile(
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"]*)"|\[\s*([\w.]+)\('
+)
+"""The start of a call in JSON or Python, with its name."""
 _GLM_PAIR = re.compile(r"(.*?)</arg_key>\s*<arg_value>(.*)</arg_value>\s*", re.DOTALL)
 _END_OF_GEMMA = "<tool_call|>"
 _GEMMA_MARK = re.compile(r'<\|"\|>|<tool_call\|>')
@@ -290,11 +293,13 @@ def read_bare(
     values, end = _values(body, start)
     if not values and schemas:
         python = _python_calls(body[start:])
-        if python and all(call.name in schemas for call in python):
+        if any(call.name in schemas for call in python):
             return list(python), start
         cut = _BROKEN.match(body, start)
-        fault = decode(body, start)[2]
-        return ([ToolCallError(message=fault)] if cut and cut[1] in schemas else []), start
+        if cut is None or cut[cut.lastindex or 0] not in schemas:
+            return [], start
+        fault = _PYTHON_FORM if cut[2] else decode(body, start)[2]
+        return [ToolCallError(message=fault)], start
     if end < len(body) or not all(_is_bare_call(value, schemas) for value in values):
         return [], 0
     calls = map(to_call, values)

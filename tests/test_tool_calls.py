@@ -1,21 +1,26 @@
 import dataclasses
 import json
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_env import ToolEnv
+from gspo_env.cli.capture import to_lines
 from gspo_env.env.base import Action
 from gspo_env.env.tools import Tool, format_tool_call, tool
+from gspo_env.episodes.writer import tool_calls
 from gspo_env.serving import RefusedError
 from gspo_env.serving.dialects.chat import Chat
 from gspo_env.serving.dialects.messages import Messages
 from gspo_env.serving.dialects.responses import Responses
 from gspo_env.tool_calls import ToolCallError, parse_message, parse_tool_calls, read_action
-from gspo_env.types import Message, ToolCall
+from gspo_env.types import Episode, Message, Prompt, ResetInfo, StopReason, Task, ToolCall, Turn
 from gspo_envs.program.env import to_reply
+from gspo_envs.tools.sql import SQLEnv
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,10}", fullmatch=True)
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
@@ -307,6 +312,66 @@ def test_a_malformed_call_is_an_error_in_one_sentence_that_the_policy_reads(text
     observation, *_, info = shop.step(text)
     assert observation == f"Error: {call.message}"
     assert info == {"observation_role": "tool", "tool_errors": 1, "malformed_calls": 1}
+
+
+TABLES = runpy.run_path(str(Path(__file__).parents[1] / "docs/tables.py"))
+TABLED = {family: text for family, (*_, text) in TABLES["FORMATS"].items()}
+
+
+@pytest.mark.parametrize("family", TABLED)
+def test_sql_the_page_and_capture_read_the_calls_of_each_family_as_a_tool_env_does(family):
+    text, tools = f"Let me look.\n{TABLED[family]}", tuple(Shop().tools)
+    call = {"name": "look", "arguments": {"word": "a", "times": 2}}
+    assert calls_in_tool_env(text) == ([ToolCall(**call)], 0)
+
+    class Query(SQLEnv):
+        tools = property(lambda self: Shop().tools)
+
+    assert Query().parse_calls(Action(text)) == [ToolCall(**call)]
+    asked = ResetInfo(messages=(Message(role="user", content="hi"),), tools=tools)
+    turn = Turn(text=text, observation="hi", reward=0.0)
+    for info, listed in ((asked, tools), (dataclasses.replace(asked, tools=()), ())):
+        episode = Episode(
+            task=Task(env_id="x", seed=0),
+            prompt=Prompt(messages=info.messages, tools=listed),
+            turns=(turn,),
+            outcome=0.0,
+            stop_reason=StopReason.TERMINATED,
+            terminated=True,
+            truncated=False,
+            reset=info,
+        )
+        (line,) = to_lines(episode)
+        (*_, answer) = json.loads(line)["messages"]
+        calls = parse_tool_calls(text, listed)
+        shown = [{"name": c.name, "arguments": c.arguments} for c in calls]
+        assert tool_calls(turn, listed) == shown
+        assert shown == [call] or not listed
+        assert answer["content"] == ("Let me look." if listed else text)
+        assert [c["function"]["name"] for c in answer.get("tool_calls", ())] == ["look"] * len(
+            listed[:1]
+        )
+
+
+@pytest.mark.parametrize("family", TABLED)
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_malformed_call_of_each_family_is_an_error_for_the_policy_and_counted(family, cut):
+    start, end = TABLED[family].rsplit("2", 1)
+    text = f"So:\n{start}" if cut else f"{start}(2{end}"
+    shop = Shop()
+    shop.reset(seed=0)
+    observation, *_, info = shop.step(text)
+    assert observation.startswith("Error: ")
+    assert (info["malformed_calls"], info["tool_errors"]) == (1, 1)
+    assert read_action(text, shop.tools)[1] == to_reply(text, shop.tools)[1] == 1
+
+
+def test_a_list_in_python_is_calls_if_it_names_a_tool_and_prose_in_brackets_is_not():
+    tools = Shop().tools
+    calls = parse_tool_calls("[look(word='a'), other(x=1)]", tools)
+    assert [call.name for call in calls] == ["look", "other"]
+    for text in ("[look](page)", "[looks(1)]", "I look(word='a')", "[other(x=1)]", "[1, look()"):
+        assert parse_tool_calls(text, tools) == []
 
 
 def test_a_malformed_call_stays_text_and_is_counted():

@@ -343,8 +343,6 @@ def _sequences(parents: Sequence[int | None]) -> list[int]:
 
 def tool_calls(turn: Turn, tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Returns the tool calls of a turn, and what is wrong with the malformed ones."""
-    if not tools and "<tool_call>" not in turn.text:
-        return []
     calls = parse_tool_calls(
         turn.text,
         [tool for tool in tools if isinstance(tool, Tool)],
