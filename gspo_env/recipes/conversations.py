@@ -89,6 +89,8 @@ def read_conversations(path: str, least: float | None = None) -> list[Conversati
 
 
 def _read(row: dict[str, Any]) -> Conversation:
+    if "messages" not in row:
+        raise RefusedError(f"messages is missing, the keys are {', '.join(row) or 'none'}")
     values = [row.get(key) or [] for key in ("messages", "tools")]
     if not all(isinstance(value, list) for value in values):
         raise RefusedError("messages or tools is no list; expected lists of objects")

@@ -125,6 +125,8 @@ def test_hugging_face_datasets_give_the_same_task_for_the_same_seed(tmp_path):
     assert prompts(test, range(HELD_OUT, HELD_OUT + 9)) == {"What is 9 + 9?"}
     with pytest.raises(ConfigError, match="cannot be loaded"):
         make(folders[0], split="dev")
+    with pytest.raises(ConfigError, match="split is 'test', but the data has no splits"):
+        make(folders[1], split="test")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         make(str(tmp_path / "none"))
 

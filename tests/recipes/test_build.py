@@ -181,6 +181,7 @@ def test_the_same_seed_builds_the_same_model(player):
     [
         ({"hidden_size": 0}, "hidden_size is 0"),
         ({"hidden_size": 30}, "even size for each head"),
+        ({"min_reward": 0.5}, "min_reward is 0.5"),
         ({"slips": 1.0}, "slips is 1.0"),
         ({"imitation_steps": -1}, "imitation_steps"),
     ],

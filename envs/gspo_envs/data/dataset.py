@@ -195,7 +195,7 @@ def _answers(row: Mapping[str, Any], column: str, *, every: bool) -> list[str]:
     if isinstance(completion, str):
         return [completion]
     chat = as_list(row[column] if completion is None else completion)
-    if not isinstance(chat, (list, tuple)) or not chat:
+    if not isinstance(chat, (list, tuple)) or not chat or not isinstance(chat[-1], Mapping):
         return []
     messages = [speaker_and_text(m) for m in chat]
     answers = [str(text) for role, text in messages if role == "assistant"]

@@ -277,16 +277,20 @@ def _check_splits(data: Any, split: str, subset: str | None, held_out: Any) -> N
             f"data: held_out is {held_out!r}, the rows that are trained on, expected others, or 0 "
             "to use all rows for both."
         )
-    if isinstance(data, (str, os.PathLike)) and Path(data).suffix not in (*_READERS, ".parquet"):
+    if isinstance(data, (str, os.PathLike)) and not _is_one_table(Path(data).expanduser()):
         return
     is_split = isinstance(held_out, str) and not Path(held_out).suffix
     settings = {"split": split != "train" and split, "subset": subset}
     for name, value in {**settings, "held_out": is_split and held_out}.items():
         if value:
             raise ConfigError(
-                f"data: {name} is {value!r}, but a file or rows have no splits; expected the name "
-                "of a Hugging Face dataset as data."
+                f"data: {name} is {value!r}, but the data has no splits, expected none, or the "
+                "name of a Hugging Face dataset as data."
             )
+
+
+def _is_one_table(path: Path) -> bool:
+    return path.suffix in (*_READERS, ".parquet") or (path / "state.json").is_file()
 
 
 def _held_out(held_out: Any, data: Any, subset: str | None) -> tuple[float, Rows | None]:
