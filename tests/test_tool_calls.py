@@ -319,7 +319,7 @@ TABLED = {family: text for family, (*_, text) in TABLES["FORMATS"].items()}
 
 
 @pytest.mark.parametrize("family", TABLED)
-def test_sql_the_page_and_capture_read_the_calls_of_each_family_as_a_tool_env_does(family):
+def test_sql_the_page_and_capture_read_the_calls_of_each_family_as_a_tool_env_does(family, chat):
     text, tools = f"Let me look.\n{TABLED[family]}", tuple(Shop().tools)
     call = {"name": "look", "arguments": {"word": "a", "times": 2}}
     assert calls_in_tool_env(text) == ([ToolCall(**call)], 0)
@@ -341,7 +341,7 @@ def test_sql_the_page_and_capture_read_the_calls_of_each_family_as_a_tool_env_do
             truncated=False,
             reset=info,
         )
-        (line,) = to_lines(episode)
+        (line,) = to_lines(episode, chat)
         (*_, answer) = json.loads(line)["messages"]
         calls = parse_tool_calls(text, listed)
         shown = [{"name": c.name, "arguments": c.arguments} for c in calls]

@@ -14,6 +14,7 @@ from gspo_env.errors import ConfigError
 from gspo_env.registry import check_values
 
 if TYPE_CHECKING:
+    from gspo_env.chat import ChatTokenizer
     from gspo_env.types import Episode, ResetInfo, StepInfo
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ class Capture:
         finally:
             agent.close()
         played = [episode for group in groups for episode in group.episodes]
-        lines = [line for episode in played if not episode.failed for line in to_lines(episode)]
+        whole = [episode for episode in played if not episode.failed]
+        lines = [line for episode in whole for line in to_lines(episode, agent.chat)]
         with Path(self.out).open("x", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
         failed = sum(episode.failed for episode in played)
@@ -91,15 +93,15 @@ class Capture:
         return {**started, "data": self.data, "rewards": list(self.rewards)}
 
 
-def to_lines(episode: Episode) -> list[str]:
+def to_lines(episode: Episode, chat: ChatTokenizer) -> list[str]:
     """Returns the conversations of an episode as lines of a file.
 
-    There is one for each turn that no other turn continues; it ends with the answer of that turn.
+    There is one for each turn that no other turn continues; it ends with the answer of that turn as
+    the program received it.
     """
     from gspo_env.env.base import clean
     from gspo_env.recipes.conversations import Conversation
-    from gspo_env.tool_calls import parse_message
-    from gspo_env.types import Message
+    from gspo_env.tool_calls import read_action
 
     infos = [turn.info for turn in episode.turns[:-1]]
     requests: list[ResetInfo | StepInfo] = [episode.reset, *infos]
@@ -112,9 +114,12 @@ def to_lines(episode: Episode) -> list[str]:
             logger.warning("A turn that follows a refused request is not recorded.")
             continue
         tools = tuple(request.tools or ())
-        answer = Message(role="assistant", content=turn.text)
-        if tools or "</think>" in turn.text:
-            answer, _ = parse_message(turn.text, tools, in_reasoning=turn.in_reasoning)
+        action = chat.parser.parse(
+            turn.action_ids, chat.stop_ids, turn.prompt_ids, tools, request.stop
+        )
+        answer, _ = read_action(
+            clean(turn.text), tools, action.message, in_reasoning=turn.in_reasoning
+        )
         conversation = Conversation(
             messages=(*request.messages, answer),
             tools=tools,

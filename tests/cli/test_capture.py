@@ -1,15 +1,19 @@
 """`gspo-env capture` with a real program, a real model and the address between them."""
 
+import copy
 import json
 
 import pytest
 
 from gspo_agents.gspo import GSPOAgent
+from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.cli.capture import to_lines
 from gspo_env.cli.main import main
 from gspo_env.config import Config
 from gspo_env.recipes.build import build
 from gspo_env.recipes.conversations import read_conversations
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.types import Episode, Message, ResetInfo, StopReason, Task, Turn
 
 PROGRAM = """
 import httpx2 as httpx
@@ -102,6 +106,27 @@ def test_capture_refuses_in_one_sentence(files, tmp_path, capsys, flags, words):
         capture(files, tmp_path / "x.jsonl", *flags)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_an_answer_is_recorded_as_the_program_received_it(chat):
+    """As the tokenizer's response template parses it, and as `Program-v0` answers with it."""
+    tokenizer = copy.deepcopy(chat.tokenizer)
+    tokenizer.response_template = {}
+    tokenizer.parse_response = lambda text, prefix, tools: {"content": text[:5].upper()}
+    chat = ChatTokenizer(tokenizer)
+    ids = (*chat.encode("amber"), chat.stop_ids[0])
+    asked = ResetInfo(messages=(Message(role="user", content="hi"),))
+    episode = Episode(
+        task=Task(env_id="x", seed=0),
+        turns=(Turn(text="amber", observation="hi", reward=0.0, action_ids=ids),),
+        outcome=0.0,
+        stop_reason=StopReason.TERMINATED,
+        terminated=True,
+        truncated=False,
+        reset=asked,
+    )
+    (line,) = to_lines(episode, chat)
+    assert json.loads(line)["messages"][-1]["content"] == "AMBER"
 
 
 def test_a_file_that_exists_is_not_overwritten(files, tmp_path, capsys):
