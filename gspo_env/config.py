@@ -257,7 +257,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the config file {str(path)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not in UTF-8 (byte {error.start}); save it so") from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 

@@ -149,9 +149,6 @@ for line in sys.stdin:
     if calls and KIND == "endless":
         while True:
             sys.stdout.write("x" * 100_000)
-    if calls and KIND == "garbage":
-        sys.stdout.buffer.write(b'\xff\xfe\n{"jsonrpc": [}\n' + b"[" * 100_000 + b"\n[]\n7\n")
-        sys.stdout.buffer.flush()
     if calls and KIND == "flood":
         note = {"jsonrpc": "2.0", "method": "notifications/message",
                 "params": {"level": "info", "data": "x"}}  # fmt: skip

@@ -90,6 +90,12 @@ def test_a_pipe_in_the_folder_of_a_run_is_refused(capsys, run, command):
 DAMAGE = {
     "metrics.jsonl": b'{"step": 1, "time": 0, "metrics": ' + b"[" * 100_000 + b"\n",
     "metrics.jsonl ": b'{"step": [], "time": {}, "metrics": {"a": {}}}\n[]\n1\n{"step": 1}\n',
+    "metrics.jsonl  ": b"".join(
+        b'{"step": %d, "time": 0, "metrics": {"eval/success": %de308, "rollout/return": -1e308}}\n'
+        % (n, (-1) ** n)
+        for n in range(20)
+    ),
+    "config.toml": b"seed = " + b"9" * 5000,
     "tracking/calls.jsonl ": b'{"name": "x", "arguments": 5, "after": "a"}\n',
     "tracking/none.json": b'{"id": 5, "metrics": -7, "calls": "x"}',
     "tracking/run.json": b"[" * 100_000,

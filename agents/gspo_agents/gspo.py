@@ -140,8 +140,8 @@ class GSPOAgent:
     def train(self) -> History:
         """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
 
-        SIGINT and SIGTERM end the training after the step that runs, with a checkpoint; a second
-        one raises KeyboardInterrupt. An agent of `resume` continues where its run stopped.
+        SIGINT, SIGTERM and SIGHUP end the training after the step that runs, with a checkpoint; a
+        second one raises KeyboardInterrupt. An agent of `resume` continues where its run stopped.
 
         Raises:
             ModelError: No way to run the model gives its own log-probabilities.

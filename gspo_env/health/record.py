@@ -25,6 +25,8 @@ _FEWEST = 3
 """Steps that both have at least, so that one step of chance does not decide."""
 _MAX_STEP = 1 << 53
 """Every step below is exact as a float; only a damaged file has a higher one."""
+_MAX_VALUE = 1e100
+"""Sums and squares of smaller values are finite; only a damaged file has larger ones."""
 
 History = Sequence[tuple[int, Mapping[str, float]]]
 """The metrics of each step."""
@@ -104,7 +106,7 @@ class RunRecord:
         value = self.settings.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        return float(value) if math.isfinite(value) else None
+        return float(value) if abs(value) < _MAX_VALUE else None
 
     def text(self, name: str) -> str:
         """Returns a setting as text, empty if unknown."""
@@ -205,7 +207,7 @@ def _series(steps: Sequence[float], values: Sequence[float]) -> Series:
     rows = [
         (step, value)
         for step, value in zip(steps, values, strict=True)
-        if math.isfinite(value) and step < _MAX_STEP
+        if abs(value) < _MAX_VALUE and step < _MAX_STEP
     ]
     return Series(
         steps=np.asarray([step for step, _ in rows], np.int64),
@@ -214,7 +216,7 @@ def _series(steps: Sequence[float], values: Sequence[float]) -> Series:
 
 
 def _evaluations(series: Mapping[str, Series], tasks: object) -> Iterator[EvalSnapshot]:
-    count = tasks if isinstance(tasks, int) and tasks > 0 else Config().eval_tasks
+    count = tasks if isinstance(tasks, int) and 0 < tasks < _MAX_STEP else Config().eval_tasks
     rows: dict[int, dict[str, float]] = {}
     for name, each in series.items():
         if name.startswith("eval/"):

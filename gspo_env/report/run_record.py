@@ -66,7 +66,7 @@ def runs_in(folder: str | Path) -> list[Path]:
 def _settings(text: str) -> dict[str, Any]:
     try:
         return flatten(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return {}
 
 
