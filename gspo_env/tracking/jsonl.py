@@ -52,6 +52,8 @@ _MOST_MESSAGE = 400
 """Maximum number of characters of an error message."""
 _MOST_BYTES = 1 << 24
 """Maximum size of the files that describe a run and what a tracker has received."""
+_LONGEST_FILE = 1 << 30
+"""Maximum size of a file of JSON lines."""
 
 
 class JsonlFile(Generic[T]):
@@ -82,7 +84,7 @@ class JsonlFile(Generic[T]):
             self.path = plain_path(folder, name)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
-            self.size = self.path.read_bytes().rfind(b"\n") + 1
+            self.size = read_file(folder, name, _LONGEST_FILE).rfind(b"\n") + 1
             os.ftruncate(self._file, self.size)
         except OSError as error:
             raise OutputError(

@@ -235,8 +235,10 @@ class Checkpoints:
         for folder in reversed(step_folders(self.folder)):
             if not (problem := damage(folder)):
                 numbers = json.loads(read_file(folder, "state.json", _MAX_STATE))
-                self.last = int(numbers["step"])
-                return Checkpoint(folder=folder, numbers=numbers)
+                if isinstance(numbers, dict) and isinstance(numbers.get("step"), int):
+                    self.last = numbers["step"]
+                    return Checkpoint(folder=folder, numbers=numbers)
+                problem = "state.json has no step"
             problems.append(f"{folder.name}: {problem}")
             logger.warning("a checkpoint cannot be used, the one before it is: %s", problems[-1])
         if problems:

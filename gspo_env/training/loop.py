@@ -10,10 +10,13 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from safetensors import SafetensorError
+
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.scores import ScoreChoice, Scores
+from gspo_env.errors import GspoEnvError, OutputError
 from gspo_env.health.findings import Finding
 from gspo_env.health.startup import check_first_steps
 from gspo_env.learner.settings import Trainer
@@ -243,8 +246,22 @@ class Loop:
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restores the state from a checkpoint of the same run."""
-        state = checkpoint.numbers
+        """Restores the state from a checkpoint of the same run.
+
+        Raises:
+            OutputError: It is not the state of a run.
+        """
+        try:
+            self._restore(checkpoint, checkpoint.numbers)
+        except GspoEnvError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+            raise OutputError(
+                f"{str(checkpoint.folder)!r} is damaged: {type(error).__name__}: {error}; expected "
+                "the checkpoint of a run"
+            ) from error
+
+    def _restore(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
         self.step, self.played = int(state["step"]), int(state["played"])
         self.best = dict(state["best"])
         self.history = [(int(step), dict(metrics)) for step, metrics in state["history"]]

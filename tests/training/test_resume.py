@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import random
@@ -202,6 +203,31 @@ def test_without_an_undamaged_checkpoint_each_damage_is_named(done):
         (folder / "state.json").unlink()
     with pytest.raises(OutputError, match=r"step-000001: state.json is missing; step-000000: "):
         GSPOAgent.resume("run")
+
+
+FORGED = {
+    "a list": ("state.json", b"[]", "state.json has no step"),
+    "a step that is a list": ("state.json", {"step": []}, "state.json has no step"),
+    "an unknown result": ("state.json", {"results": [{"x": 1}]}, "is damaged: TypeError"),
+    "a history that is a number": ("state.json", {"history": 5}, "is damaged: TypeError"),
+    "a learner without its parts": ("state.json", {"learner": {}}, "is damaged: "),
+    "tensors that are text": ("state-00001.safetensors", b"x" * 99, "is damaged: Safetensor"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_forged_checkpoint_with_the_right_digests_is_refused_in_one_sentence(case, done):
+    name, content, sentence = FORGED[case]
+    cut(done, 0, Path("run"))
+    folder = Path("run/checkpoints/step-000000")
+    if isinstance(content, dict):
+        content = json.dumps(json.loads((folder / name).read_text()) | content).encode()
+    (folder / name).write_bytes(content)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = [len(content), hashlib.sha256(content).hexdigest()]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(OutputError, match=sentence):
+        GSPOAgent.resume("run").train()
 
 
 def test_a_checkpoint_of_another_version_is_refused_in_one_sentence(done):
