@@ -27,20 +27,21 @@ _DEEPEST = 100
 """Most levels of the arguments of a call."""
 _SPACE: Any = json.decoder.WHITESPACE  # type: ignore[attr-defined]
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
-_BEFORE = (
-    "<\uff5ctool\u2581calls\u2581begin\uff5c>",
-    "<|tool_calls_section_begin|>",
-    "<atem:function_calls>",
-    "<|channel|>commentary",
-    "<|start|>assistant",
-)
-"""Marks before the first call that belong to none."""
+_REASONING = {
+    _THINK: _END_OF_THINK,
+    "[THINK]": "[/THINK]",
+    "<|channel>thought": "<channel|>",
+    "<|channel|>analysis<|message|>": "<|end|>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+}
+"""The marks around reasoning."""
 ENDS = (
     "</tool_call>",
     "<|/tool_call|>",
     "</atem:function_calls>",
     "<\uff5ctool\u2581calls\u2581end\uff5c>",
     "<|tool_calls_section_end|>",
+    "<|tool_call_section_end|>",
     "<|tool_response>",
     "<|eom_id|>",
     "<|eot_id|>",
@@ -63,10 +64,7 @@ MARKS = (
 )
 """Marks that begin a call, of all families."""
 _AFTER = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, ENDS))}))*")
-_UNCLOSED = (
-    f"the tool call is in reasoning that has no closing {_END_OF_THINK}, write {_END_OF_THINK} "
-    "before it."
-)
+_UNCLOSED = "the tool call is in reasoning without an end, write </think> or its own mark first."
 
 
 class ToolSchema(Protocol):
@@ -219,9 +217,10 @@ def split_reasoning(text: str, in_reasoning: bool = False) -> tuple[str | None, 
         ('two links', 'stone')
     """
     start = text.lstrip()
-    if not in_reasoning and not start.startswith(_THINK):
+    mark = next(filter(start.startswith, _REASONING), _THINK if in_reasoning else "")
+    if not mark:
         return None, text
-    reasoning, end, rest = start.removeprefix(_THINK).partition(_END_OF_THINK)
+    reasoning, end, rest = start.removeprefix(mark).partition(_REASONING[mark])
     return reasoning.strip("\n"), rest.lstrip("\n") if end else None
 
 
@@ -263,7 +262,7 @@ def _split(
     """Returns the reasoning, the content without its calls, and the calls."""
     reasoning, rest = split_reasoning(text, in_reasoning)
     if rest is None:
-        has_call = _MARK.search(text)
+        has_call = MARK.search(text)
         return reasoning, "", [ToolCallError(message=_UNCLOSED)] if has_call else []
     calls, content = _find_calls(rest, tools)
     is_call = any(isinstance(call, ToolCall) for call in calls)
@@ -275,7 +274,7 @@ def _find_calls(
 ) -> tuple[list[ToolCall | ToolCallError], str]:
     """Returns the calls, and the text around them with the malformed ones."""
     schemas = {tool.name: tool.parameters for tool in tools}
-    mark = _MARK.search(text)
+    mark = MARK.search(text)
     start = skip_space(text, 0)
     if text.startswith(("{", "["), start) or (mark is None and ("{" in text or "[" in text)):
         bare, start = _formats().read_bare(text, schemas, anywhere=mark is None)
@@ -296,10 +295,11 @@ def _find_calls(
             pieces.append(text[position:end])
         else:
             calls += reading
-            pieces.append(without_end(text[position : mark.start()], _BEFORE))
+            before = () if mark[0] == HERMES else _formats().BEFORE
+            pieces.append(without_end(text[position : mark.start()], before))
             end = _AFTER.match(text, end).end()  # type: ignore[union-attr]  # it may be empty
         position = end
-        mark = _MARK.search(text, position)
+        mark = MARK.search(text, position)
     return calls or mentions, "".join([*pieces, text[position:]])
 
 
@@ -411,4 +411,4 @@ def _finite(text: str) -> float:
 
 DECODER = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_finite)
 """Decodes JSON without NaN and infinite numbers."""
-_MARK = re.compile("|".join(map(re.escape, MARKS)))
+MARK = re.compile("|".join(map(re.escape, MARKS)))

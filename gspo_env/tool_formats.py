@@ -14,6 +14,7 @@ from gspo_env.tool_calls import (
     END_OF_HERMES,
     ENDS,
     HERMES,
+    MARK,
     XML,
     Reading,
     Schemas,
@@ -26,6 +27,16 @@ from gspo_env.tool_calls import (
 )
 from gspo_env.types import ToolCall
 
+BEFORE = (
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_section_begin|>",
+    "<atem:function_calls>",
+    "<|channel|>commentary",
+    "<|channel|>analysis",
+    "<|start|>assistant",
+)
+"""Marks before the first call that belong to none."""
 _ARGUMENTS, _CALL_ID, _MISTRAL = "[ARGS]", "[CALL_ID]", "[TOOL_CALLS]"
 _LONGEST_LITERAL = 1 << 16
 """Characters of a call that is written in Python."""
@@ -46,7 +57,10 @@ _BROKEN = re.compile(
 _GLM_PAIR = re.compile(r"(.*?)</arg_key>\s*<arg_value>(.*)</arg_value>\s*", re.DOTALL)
 _END_OF_GEMMA = "<tool_call|>"
 _GEMMA_MARK = re.compile(r'<\|"\|>|<tool_call\|>')
+_GEMMA_TEXT = re.compile(r""""(?:[^"\\]|\\.?)*(?:"|\Z)|'(?:[^'\\]|\\.?)*(?:'|\Z)""", re.DOTALL)
 _GEMMA_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
+_GEMMA_WORD = re.compile(r'\b(?:None|True|False)\b(?!")')
+_WORDS = {"None": "null", "True": "true", "False": "false"}
 _LLAMA_FORM = 'the tool call must be a JSON object of "name" and "parameters".'
 _PYTHON_FORM = "the tool call must be [NAME(KEY=VALUE, ...)] with literal values."
 
@@ -198,7 +212,7 @@ def _python(close: str, text: str, start: int, schemas: Schemas) -> Reading:
     end = text.find(close, start)
     body = text[start : end if end >= 0 else len(text)]
     end = end + len(close) if end >= 0 else len(text)
-    if not body.strip().startswith("["):
+    if not body.strip().startswith(("[", "{")):
         return _PYTHON_FORM, start
     value, stop, fault = decode(body, skip_space(body, 0))
     if not fault and value and not body[stop:].strip():
@@ -239,8 +253,7 @@ def _gemma(text: str, start: int, schemas: Schemas) -> Reading:
         piece, is_end = text[position : mark.start()], mark[0] == _END_OF_GEMMA
         if is_text and is_end:
             continue
-        plain = _GEMMA_KEY.sub(r'\1"\2":', piece).replace("None", "null")
-        pieces.append(json.dumps(piece) if is_text else plain)
+        pieces.append(json.dumps(piece) if is_text else _gemma_to_json(piece))
         is_text, position = not is_text, mark.end()
         if is_end:
             name, brace, body = "".join(pieces).partition("{")
@@ -251,14 +264,32 @@ def _gemma(text: str, start: int, schemas: Schemas) -> Reading:
     return f"the tool call has no closing {_END_OF_GEMMA}.", start
 
 
+def _gemma_to_json(piece: str) -> str:
+    """Returns what is not between `<|"|>` as JSON; texts may be in the quotes of JSON or Python."""
+    parts, position = [], 0
+    for quoted in [*_GEMMA_TEXT.finditer(piece), None]:
+        plain = _GEMMA_KEY.sub(r'\1"\2":', piece[position : quoted.start() if quoted else None])
+        parts.append(_GEMMA_WORD.sub(lambda word: _WORDS[word[0]], plain))
+        if quoted:
+            value = quoted[0] if quoted[0][0] == '"' else json.dumps(_literal(quoted[0]))
+            parts.append(value)
+            position = quoted.end()
+    return "".join(parts)
+
+
 def _headed(
-    header: re.Pattern[str], close: str, text: str, start: int, schemas: Schemas
+    header: re.Pattern[str], body: str, close: str, text: str, start: int, schemas: Schemas
 ) -> Reading:
     """Reads a header that has the name, a JSON object, and the closing mark if there is one."""
     match = header.match(text, start)
     if match is None:
-        return "the tool call has no name and JSON object behind its mark.", start
+        following = MARK.search(text, start)
+        place = text.find(body, start, following.start() if following else len(text))
+        fault = "the tool call has no name and JSON object behind its mark."
+        return fault, max(place, start)
     value, end, fault = decode(text, match.end())
+    if fault and text.startswith(close, match.end()):
+        value, end, fault = {}, match.end(), ""
     if fault:
         return fault, match.end()
     for mark in ("```", close):
@@ -269,7 +300,10 @@ def _headed(
 
 def _llama(text: str, start: int, schemas: Schemas) -> Reading:
     values, end = _values(text, start)
-    return (to_calls(values), end) if values else (_LLAMA_FORM, start)
+    if values:
+        return to_calls(values), end
+    inner = skip_space(text, start)
+    return _LLAMA_FORM, inner + 1 if text.startswith("{", inner) else start
 
 
 def read_bare(
@@ -338,7 +372,7 @@ def _mistral(text: str, start: int, schemas: Schemas) -> Reading:
         return _newer_mistral(text, position)
     values, end, fault = decode(text, position)
     if fault:
-        return fault, start
+        return fault, position + 1
     return to_calls(values, with_ids=True), end
 
 
@@ -347,7 +381,8 @@ def _newer_mistral(text: str, start: int) -> Reading:
     following = text.find(_MISTRAL, start)
     mark = text.find(_ARGUMENTS, start, following if following >= 0 else len(text))
     if mark < 0:
-        return f"the tool call has neither a JSON list nor {_ARGUMENTS}.", start
+        brace = text.find("{", start, following if following >= 0 else len(text))
+        return f"the tool call has neither a JSON list nor {_ARGUMENTS}.", max(brace, start)
     name, _, call_id = text[start:mark].partition(_CALL_ID)
     value, end, fault = decode(text, skip_space(text, mark + len(_ARGUMENTS)))
     call = {"name": name.strip(), "arguments": value, "id": call_id.strip()}
@@ -367,14 +402,18 @@ _ATEM = _Tags(
     "</atem:invoke>",
     '<atem:invoke name="NAME"> with <atem:parameter name="KEY">VALUE</atem:parameter>',
 )
+_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 _DEEPSEEK = re.compile(
     r"(?:function<\uff5ctool\u2581sep\uff5c>)?(?P<name>[\w.-]+)"
     r"(?:<\uff5ctool\u2581sep\uff5c>|\s*```json)\s*"
 )
 _HARMONY = re.compile(
-    r"(?P<name>[\w.-]+)\s*(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>\s*"
+    r"(?P<name>[\w.-]+)\s*(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?(?:\w+)?<\|message\|>\s*"
 )
-_KIMI = re.compile(r"(?:functions\.)?(?P<name>[\w.-]+):\d+\s*<\|tool_call_argument_begin\|>\s*")
+_KIMI = re.compile(
+    r"(?P<prefix>functions[._]?)?(?P<name>[\w.-]{1,200}?)(?(prefix)[:_]?|:)\d{1,9}\s*"
+    r"<\|tool_call_argument_begin\|>\s*"
+)
 _xml = partial(_tagged, _FUNCTIONS)
 READERS: Mapping[str, Callable[[str, int, Schemas], Reading]] = {
     HERMES: _tagged_hermes,
@@ -387,9 +426,11 @@ READERS: Mapping[str, Callable[[str, int, Schemas], Reading]] = {
     "<|tool_call>call:": _gemma,
     '<atem:invoke name="': partial(_tagged, _ATEM),
     "<\uff5ctool\u2581call\u2581begin\uff5c>": partial(
-        _headed, _DEEPSEEK, "<\uff5ctool\u2581call\u2581end\uff5c>"
+        _headed, _DEEPSEEK, _SEPARATOR, "<\uff5ctool\u2581call\u2581end\uff5c>"
     ),
-    "to=functions.": partial(_headed, _HARMONY, "<|call|>"),
-    "<|tool_call_begin|>": partial(_headed, _KIMI, "<|tool_call_end|>"),
+    "to=functions.": partial(_headed, _HARMONY, "<|message|>", "<|call|>"),
+    "<|tool_call_begin|>": partial(
+        _headed, _KIMI, "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    ),
 }
 """The reader of what follows each mark."""

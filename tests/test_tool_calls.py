@@ -262,6 +262,8 @@ def test_hostile_text_is_never_an_error(text):
         *("<function=a><parameter=b></function>", '"', "[TOOL_CALLS]", "[TOOL_CALLS][", "[ARGS]"),
         *("[TOOL_CALLS]a[ARGS]", "[TOOL_CALLS]a[ARGS]{", "<|python_tag|>", "<|python_tag|>{"),
         *('{"name": "a", "parameters": {}};', "{", "[", "</think>", "[TOOL_CALLS]a[CALL_ID]"),
+        *("<|tool_call>call:a{'", '<|tool_call>call:a{"\\', '\\"', "<|tool_call_begin|>functions1"),
+        *("<|tool_call_begin|>functions" + "1" * 9_999, "to=functions.a", "<|python_start|>{"),
     ],
 )  # fmt: skip
 def test_a_megabyte_of_hostile_text_is_read_once(unit):
@@ -316,6 +318,7 @@ def test_a_malformed_call_is_an_error_in_one_sentence_that_the_policy_reads(text
 
 TABLES = runpy.run_path(str(Path(__file__).parents[1] / "docs/tables.py"))
 TABLED = {family: text for family, (*_, text) in TABLES["FORMATS"].items()}
+PARTED = [text.rsplit("2", 1) for text in TABLED.values()]
 
 
 @pytest.mark.parametrize("family", TABLED)
@@ -366,6 +369,45 @@ def test_a_malformed_call_of_each_family_is_an_error_for_the_policy_and_counted(
     assert read_action(text, shop.tools)[1] == to_reply(text, shop.tools)[1] == 1
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"{start}(2{end}\n{start}2{end}" for start, end in PARTED if start[0] not in "{["),
+        '[TOOL_CALLS] [{"name": look}]\n[TOOL_CALLS]look[ARGS]{"word": "a"}',
+        '[TOOL_CALLS]look{"word": "b"}\n[TOOL_CALLS]look[ARGS]{"word": "a"}',
+        '<|python_tag|>{"name": look}\n<|python_tag|>{"name": "look", "parameters": {"word": "a"}}',
+        '<|tool_call_begin|>call9<|tool_call_argument_begin|>{"word": "b"}<|tool_call_end|>'
+        '<|tool_call_begin|>look:1<|tool_call_argument_begin|>{"word": "a"}<|tool_call_end|>',
+    ],
+)
+def test_a_malformed_call_before_a_good_one_is_counted_and_not_lost(text):
+    calls = parse_tool_calls(text, Shop().tools)
+    assert [getattr(call, "name", "") for call in calls] == ["", "look"]
+
+
+KIMI = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+KIMI_SECTION = ["<|tool_call_section_begin|>", "<|tool_call_section_end|>"]
+SPELLINGS = [
+    ('<|python_start|>{"name": "look", "parameters": {"word": "a"}}<|python_end|>', {"word": "a"}),
+    ('<|channel|>analysis to=functions.look code<|message|>{"word": "a"}<|call|>', {"word": "a"}),
+    ("<|channel|>commentary to=functions.look <|constrain|>json<|message|><|call|>", {}),
+    (KIMI.format("look:0"), {}),
+    (KIMI.format("functions_look_1").join(KIMI_SECTION), {}),
+    (KIMI.format("functionslook5"), {}),
+    ('<|tool_call>call:look{word:["b, c: None"]}<tool_call|>', {"word": ["b, c: None"]}),
+    ("<|tool_call>call:look{isTrue:False}<tool_call|>", {"isTrue": False}),
+    ("<|tool_call>call:look{word:['b', None, True]}<tool_call|>", {"word": ["b", None, True]}),
+    ("<|tool_call>call:look{word:<|\"|>None: 'a'<|\"|>}<tool_call|>", {"word": "None: 'a'"}),
+]
+
+
+@pytest.mark.parametrize(("text", "arguments"), SPELLINGS)
+def test_spellings_that_models_use_beside_that_of_their_template_are_read(text, arguments):
+    message, malformed = parse_message(text, Shop().tools)
+    assert message.tool_calls == (ToolCall(name="look", arguments=arguments),)
+    assert (message.content, malformed) == ("", 0)
+
+
 def test_a_list_in_python_is_calls_if_it_names_a_tool_and_prose_in_brackets_is_not():
     tools = Shop().tools
     calls = parse_tool_calls("[look(word='a'), other(x=1)]", tools)
@@ -400,7 +442,16 @@ def test_json_that_is_an_answer_is_no_call():
         ("</think>", None, "</think>"),
         ("<think>\nit never en", "it never en", ""),
         ("the tag <think> and </think> in a text", None, "the tag <think> and </think> in a text"),
-        (f"<think>{format_tool_call('f', {})}</think>no", format_tool_call("f", {}), "no"),
+        *(
+            (f"{start}{format_tool_call('f', {})}{end}no", format_tool_call("f", {}), "no")
+            for start, end in [
+                ("<think>", "</think>"),
+                ("[THINK]", "[/THINK]"),
+                ("<|channel>thought\n", "<channel|>"),
+                ("<|channel|>analysis<|message|>", "<|end|>"),
+                ("<|START_THINKING|>", "<|END_THINKING|>"),
+            ]
+        ),
     ],
 )
 def test_reasoning_is_split_off_and_has_no_calls(text, reasoning, content):
