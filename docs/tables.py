@@ -98,6 +98,19 @@ FORMATS = {
         '<atem:invoke name="look"><atem:parameter name="word">a</atem:parameter>'
         '<atem:parameter name="times">2</atem:parameter></atem:invoke>',
     ),
+    "MiniMax": (
+        TYPED,
+        "",
+        '<invoke name="look">\n<parameter name="word">a</parameter>\n'
+        '<parameter name="times">2</parameter>\n</invoke>',
+    ),
+    "MiniCPM 5": (
+        TYPED,
+        "",
+        '<function name="look"><param name="word">a</param><param name="times">2</param>'
+        "</function>",
+    ),
+    "Apertus": (JSON, "", f'<|tools_prefix|>[{{"look": {_ARGUMENTS}}}]<|tools_suffix|>'),
     "Llama 3": (JSON, "llama3", _LLAMA),
     "Llama 3, tagged": (JSON, "llama3", f"<|python_tag|>{_LLAMA}"),
     "Llama 3, Python": (LITERAL, "llama3", f"[{_PYTHON}]"),

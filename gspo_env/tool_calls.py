@@ -19,7 +19,6 @@ from gspo_env.errors import ConfigError
 from gspo_env.registry import load_module
 from gspo_env.types import Message, ToolCall
 
-_THINK, _END_OF_THINK = "<think>", "</think>"
 HERMES, END_OF_HERMES, XML = "<tool_call>", "</tool_call>", "<function="
 _MOST_MALFORMED = 32
 """Malformed calls after which the rest of a text is not searched, so that the time is linear."""
@@ -28,26 +27,14 @@ _DEEPEST = 100
 _SPACE: Any = json.decoder.WHITESPACE  # type: ignore[attr-defined]
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
 _REASONING = {
-    _THINK: _END_OF_THINK,
+    "<think>": "</think>",
     "[THINK]": "[/THINK]",
     "<|channel>thought": "<channel|>",
     "<|channel|>analysis<|message|>": "<|end|>",
+    "to=self<|message|>": "<|eom|>",
     "<|START_THINKING|>": "<|END_THINKING|>",
 }
 """The marks around reasoning."""
-ENDS = (
-    "</tool_call>",
-    "<|/tool_call|>",
-    "</atem:function_calls>",
-    "<\uff5ctool\u2581calls\u2581end\uff5c>",
-    "<|tool_calls_section_end|>",
-    "<|tool_call_section_end|>",
-    "<|tool_response>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|eom|>",
-)
-"""Marks behind a call that belong to none."""
 MARKS = (
     HERMES,
     XML,
@@ -58,12 +45,14 @@ MARKS = (
     "<|python_start|>",
     "<|tool_call>call:",
     '<atem:invoke name="',
+    "<invoke name=",
+    "<function name=",
+    "<|tools_prefix|>",
     "<\uff5ctool\u2581call\u2581begin\uff5c>",
     "to=functions.",
     "<|tool_call_begin|>",
 )
 """Marks that begin a call, of all families."""
-_AFTER = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, ENDS))}))*")
 _UNCLOSED = "the tool call is in reasoning without an end, write </think> or its own mark first."
 
 
@@ -217,7 +206,7 @@ def split_reasoning(text: str, in_reasoning: bool = False) -> tuple[str | None, 
         ('two links', 'stone')
     """
     start = text.lstrip()
-    mark = next(filter(start.startswith, _REASONING), _THINK if in_reasoning else "")
+    mark = next(filter(start.startswith, _REASONING), "<think>" if in_reasoning else "")
     if not mark:
         return None, text
     reasoning, end, rest = start.removeprefix(mark).partition(_REASONING[mark])
@@ -295,9 +284,8 @@ def _find_calls(
             pieces.append(text[position:end])
         else:
             calls += reading
-            before = () if mark[0] == HERMES else _formats().BEFORE
-            pieces.append(without_end(text[position : mark.start()], before))
-            end = _AFTER.match(text, end).end()  # type: ignore[union-attr]  # it may be empty
+            pieces.append(_formats().without_start_marks(text[position : mark.start()]))
+            end = _formats().skip_end_marks(text, end)
         position = end
         mark = MARK.search(text, position)
     return calls or mentions, "".join([*pieces, text[position:]])
@@ -383,14 +371,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-
-
-def without_end(text: str, marks: Sequence[str]) -> str:
-    """Returns a text without marks at its end, each removed once."""
-    for mark in marks:
-        trimmed = text.rstrip()
-        text = trimmed.removesuffix(mark) if trimmed.endswith(mark) else text
-    return text
 
 
 def skip_space(text: str, start: int) -> int:

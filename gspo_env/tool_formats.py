@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from gspo_env.tool_calls import (
     DECODER,
     END_OF_HERMES,
-    ENDS,
     HERMES,
     MARK,
     XML,
@@ -23,21 +22,37 @@ from gspo_env.tool_calls import (
     skip_space,
     to_call,
     to_calls,
-    without_end,
 )
 from gspo_env.types import ToolCall
 
-BEFORE = (
+_BEFORE = (
     "<\uff5ctool\u2581calls\u2581begin\uff5c>",
     "<|tool_calls_section_begin|>",
     "<|tool_call_section_begin|>",
     "<atem:function_calls>",
+    "<minimax:tool_call>",
     "<|channel|>commentary",
     "<|channel|>analysis",
     "<|start|>assistant",
 )
 """Marks before the first call that belong to none."""
+_ENDS = (
+    "</tool_call>",
+    "<|/tool_call|>",
+    "</atem:function_calls>",
+    "</minimax:tool_call>",
+    "<\uff5ctool\u2581calls\u2581end\uff5c>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_section_end|>",
+    "<|tool_response>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|eom|>",
+)
+"""Marks behind a call that belong to none."""
+_AFTER = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, _ENDS))}))*")
 _ARGUMENTS, _CALL_ID, _MISTRAL = "[ARGS]", "[CALL_ID]", "[TOOL_CALLS]"
+_CDATA = "<![CDATA["
 _LONGEST_LITERAL = 1 << 16
 """Characters of a call that is written in Python."""
 _KINDS: Mapping[type, str] = {
@@ -55,7 +70,9 @@ _BROKEN = re.compile(
 )
 """The start of a call in JSON or Python, with its name."""
 _GLM_PAIR = re.compile(r"(.*?)</arg_key>\s*<arg_value>(.*)</arg_value>\s*", re.DOTALL)
+_END_OF_APERTUS = "<|tools_suffix|>"
 _END_OF_GEMMA = "<tool_call|>"
+_NAMED = re.compile(r"\s*[\w.-]+\s*\{")
 _GEMMA_MARK = re.compile(r'<\|"\|>|<tool_call\|>')
 _GEMMA_TEXT = re.compile(r""""(?:[^"\\]|\\.?)*(?:"|\Z)|'(?:[^'\\]|\\.?)*(?:'|\Z)""", re.DOTALL)
 _GEMMA_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
@@ -72,6 +89,24 @@ class _Tags(NamedTuple):
     close_parameter: str
     close: str
     form: str
+
+
+def _without_end(text: str, marks: Sequence[str]) -> str:
+    """Returns a text without marks at its end, each removed once."""
+    for mark in marks:
+        trimmed = text.rstrip()
+        text = trimmed.removesuffix(mark) if trimmed.endswith(mark) else text
+    return text
+
+
+def without_start_marks(text: str) -> str:
+    """Returns the text before a call without the marks at its end that open a list of calls."""
+    return _without_end(text, _BEFORE)
+
+
+def skip_end_marks(text: str, start: int) -> int:
+    """Returns the position behind the marks that follow a call and belong to none."""
+    return _AFTER.match(text, start).end()  # type: ignore[union-attr]  # it may be empty
 
 
 def _tagged_hermes(text: str, start: int, schemas: Schemas) -> Reading:
@@ -111,7 +146,7 @@ def _tagged(tags: _Tags, text: str, start: int, schemas: Schemas) -> Reading:
     end = close + len(tags.close)
     form = f"the tool call must be {tags.form} in it."
     name, bracket, body = text[start:close].partition(">")
-    name = name.strip(' "')
+    name = name.strip(" \"'")
     lead, *parameters = body.split(tags.parameter)
     if not bracket or not name or "<" in name or lead.strip():
         return form, end
@@ -119,11 +154,20 @@ def _tagged(tags: _Tags, text: str, start: int, schemas: Schemas) -> Reading:
     for parameter in parameters:
         key, bracket, value = parameter.partition(">")
         value, tag, trail = value.rpartition(tags.close_parameter)
-        key = key.strip(' "')
+        key = key.strip(" \"'")
         if not (bracket and tag and key) or trail.strip():
             return form, end
-        pairs.append((key, value.removeprefix("\n").removesuffix("\n")))
+        value = value.removeprefix("\n").removesuffix("\n")
+        if value.startswith(_CDATA) and value.endswith("]]>"):
+            value = value.removeprefix(_CDATA).removesuffix("]]>")
+        pairs.append((key, value))
     return _typed_call(name, pairs, schemas), end
+
+
+def _tagged_tool(tags: _Tags, text: str, start: int, schemas: Schemas) -> Reading:
+    """Reads the same if it names a tool; other texts may have such tags."""
+    name = text[start : start + 256].partition(">")[0].strip(" \"'")
+    return _tagged(tags, text, start, schemas) if name in schemas else ([], start)
 
 
 def _typed_call(
@@ -319,7 +363,7 @@ def read_bare(
         schemas: The tools.
         anywhere: Whether other lines may precede the calls.
     """
-    body = without_end(text, ENDS).rstrip()
+    body = _without_end(text, _ENDS).rstrip()
     match = _BARE.search(body) if schemas and anywhere else None
     start = match.end() if match else skip_space(body, 0)
     if not body.startswith(("{", "["), start):
@@ -376,13 +420,27 @@ def _mistral(text: str, start: int, schemas: Schemas) -> Reading:
     return to_calls(values, with_ids=True), end
 
 
+def _apertus(text: str, start: int, schemas: Schemas) -> Reading:
+    """Reads `[{NAME: {...}}, ...]` and `<|tools_suffix|>`."""
+    values, end, fault = decode(text, skip_space(text, start))
+    if fault:
+        return fault, start + 1 if text[start : start + 1] == "[" else start
+    end = skip_space(text, end)
+    end += len(_END_OF_APERTUS) if text.startswith(_END_OF_APERTUS, end) else 0
+    if not isinstance(values, list) or not all(isinstance(v, dict) for v in values):
+        return "the tool calls must be a list of JSON objects {NAME: {KEY: VALUE}}.", end
+    calls = [{"name": name, "arguments": v} for each in values for name, v in each.items()]
+    return to_calls(calls), end
+
+
 def _newer_mistral(text: str, start: int) -> Reading:
     """Reads `NAME[ARGS]{...}` or `NAME[CALL_ID]ID[ARGS]{...}`."""
     following = text.find(_MISTRAL, start)
     mark = text.find(_ARGUMENTS, start, following if following >= 0 else len(text))
     if mark < 0:
-        brace = text.find("{", start, following if following >= 0 else len(text))
-        return f"the tool call has neither a JSON list nor {_ARGUMENTS}.", max(brace, start)
+        named = _NAMED.match(text, start)
+        end = named.end() if named else start
+        return f"the tool call has neither a JSON list nor {_ARGUMENTS}.", end
     name, _, call_id = text[start:mark].partition(_CALL_ID)
     value, end, fault = decode(text, skip_space(text, mark + len(_ARGUMENTS)))
     call = {"name": name.strip(), "arguments": value, "id": call_id.strip()}
@@ -401,6 +459,18 @@ _ATEM = _Tags(
     "</atem:parameter>",
     "</atem:invoke>",
     '<atem:invoke name="NAME"> with <atem:parameter name="KEY">VALUE</atem:parameter>',
+)
+_INVOKE = _Tags(
+    "<parameter name=",
+    "</parameter>",
+    "</invoke>",
+    '<invoke name="NAME"> with <parameter name="KEY">VALUE</parameter>',
+)
+_MINICPM = _Tags(
+    "<param name=",
+    "</param>",
+    "</function>",
+    '<function name="NAME"> with <param name="KEY">VALUE</param>',
 )
 _SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 _DEEPSEEK = re.compile(
@@ -425,6 +495,9 @@ READERS: Mapping[str, Callable[[str, int, Schemas], Reading]] = {
     "<|python_start|>": partial(_python, "<|python_end|>"),
     "<|tool_call>call:": _gemma,
     '<atem:invoke name="': partial(_tagged, _ATEM),
+    "<invoke name=": partial(_tagged_tool, _INVOKE),
+    "<function name=": partial(_tagged_tool, _MINICPM),
+    "<|tools_prefix|>": _apertus,
     "<\uff5ctool\u2581call\u2581begin\uff5c>": partial(
         _headed, _DEEPSEEK, _SEPARATOR, "<\uff5ctool\u2581call\u2581end\uff5c>"
     ),

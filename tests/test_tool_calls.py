@@ -264,6 +264,7 @@ def test_hostile_text_is_never_an_error(text):
         *('{"name": "a", "parameters": {}};', "{", "[", "</think>", "[TOOL_CALLS]a[CALL_ID]"),
         *("<|tool_call>call:a{'", '<|tool_call>call:a{"\\', '\\"', "<|tool_call_begin|>functions1"),
         *("<|tool_call_begin|>functions" + "1" * 9_999, "to=functions.a", "<|python_start|>{"),
+        *("<|tools_prefix|>[", "<function name=a>", "<invoke name=a><parameter name=", "[THINK]"),
     ],
 )  # fmt: skip
 def test_a_megabyte_of_hostile_text_is_read_once(unit):
@@ -395,6 +396,15 @@ SPELLINGS = [
     (KIMI.format("functions_look_1").join(KIMI_SECTION), {}),
     (KIMI.format("functionslook5"), {}),
     ('<|tool_call>call:look{word:["b, c: None"]}<tool_call|>', {"word": ["b, c: None"]}),
+    (
+        "<function name='look'><param name='word'><![CDATA[a<b>]]></param></function>",
+        {"word": "a<b>"},
+    ),
+    (
+        '<minimax:tool_call>\n<invoke name="look">\n<parameter name="word">2134</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+        {"word": "2134"},
+    ),
     ("<|tool_call>call:look{isTrue:False}<tool_call|>", {"isTrue": False}),
     ("<|tool_call>call:look{word:['b', None, True]}<tool_call|>", {"word": ["b", None, True]}),
     ("<|tool_call>call:look{word:<|\"|>None: 'a'<|\"|>}<tool_call|>", {"word": "None: 'a'"}),
@@ -427,9 +437,11 @@ def test_a_malformed_call_stays_text_and_is_counted():
     assert (cut.content, cut.tool_calls, malformed) == ('<tool_call>{"name": "f"', (), 1)
 
 
-def test_json_that_is_an_answer_is_no_call():
+def test_json_or_xml_that_is_an_answer_is_no_call():
     answer = '{"name": "Ada", "parameters": {}}'
     assert parse_message(answer, [a_tool("f")])[0].content == answer
+    for text in ('<function name="g"></function>', '<invoke name="g">', "<function name="):
+        assert parse_message(text, [a_tool("f")]) == (Message(role="assistant", content=text), 0)
     for text in ('{"name": "Ada"}', '{"name": "f", "parameters": {}} is it', "{}"):
         assert parse_message(text) == (Message(role="assistant", content=text), 0)
 
@@ -449,6 +461,7 @@ def test_json_that_is_an_answer_is_no_call():
                 ("[THINK]", "[/THINK]"),
                 ("<|channel>thought\n", "<channel|>"),
                 ("<|channel|>analysis<|message|>", "<|end|>"),
+                (" to=self<|message|>", "<|eom|>"),
                 ("<|START_THINKING|>", "<|END_THINKING|>"),
             ]
         ),

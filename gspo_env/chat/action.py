@@ -213,10 +213,10 @@ class ActionParser:
             content = to_rendering(parts.get("content") or "")
             reasoning = next((parts[key] for key in _REASONING_KEYS if parts.get(key)), None)
             reasoning = None if reasoning is None else to_rendering(reasoning)
-            text_calls = parse_message(to_text(rendering), tools, in_reasoning=in_reasoning)[
-                0
-            ].tool_calls
-            text_calls = text_calls or read_calls(list(parts.get("tool_calls") or ()))
+            text = encoder.to_text(rendering)
+            text_calls = parse_message(text, tools, in_reasoning=in_reasoning)[0].tool_calls
+            parsed_calls = map_texts(parts.get("tool_calls") or (), drop_marks)
+            text_calls = text_calls or read_calls(list(parsed_calls))
             calls = _calls_for_template(
                 Message(role="assistant", content="", tool_calls=text_calls)
             )
