@@ -69,7 +69,8 @@ _BROKEN = re.compile(
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"]*)"|\[\s*([\w.]+)\('
 )
 """The start of a call in JSON or Python, with its name."""
-_GLM_PAIR = re.compile(r"(.*?)</arg_key>\s*<arg_value>(.*)</arg_value>\s*", re.DOTALL)
+_GLM_KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
+_AFTER_GLM_VALUE = ("<arg_key>", END_OF_HERMES)
 _END_OF_APERTUS = "<|tools_suffix|>"
 _END_OF_GEMMA = "<tool_call|>"
 _NAMED = re.compile(r"\s*[\w.-]+\s*\{")
@@ -121,21 +122,30 @@ def _tagged_hermes(text: str, start: int, schemas: Schemas) -> Reading:
 
 def _glm(text: str, inner: int, start: int, schemas: Schemas) -> Reading:
     """Reads `NAME`, pairs of `<arg_key>` and `<arg_value>`, and `</tool_call>`."""
+    first = text.find("<arg_key>", inner)
+    name = text[inner : max(first, inner)].strip()
+    if name and "<" not in name:
+        pairs, position = [], first
+        while key := _GLM_KEY.match(text, position):
+            end = _value_end(text, key.end(), "<arg_value>", "</arg_value>", _AFTER_GLM_VALUE)
+            if end < 0:
+                break
+            pairs.append((key[1], text[key.end() : end]))
+            position = skip_space(text, end + len("</arg_value>"))
+        if text.startswith(END_OF_HERMES, position):
+            return _typed_call(name, pairs, schemas), position + len(END_OF_HERMES)
     close = text.find(END_OF_HERMES, start)
     if close >= 0 and text.find(HERMES, inner, close) >= 0:
         close = -1  # the closing mark is that of a later call
     body = text[inner : close if close >= 0 else inner]
     name, *parts = body.split("<arg_key>")
-    name = name.strip()
-    if close < 0 or not (parts or name in schemas):
+    if close >= 0 and parts:
+        return "the tool call must be NAME with <arg_key>KEY</arg_key><arg_value>VALUE...", close
+    if close < 0 or name.strip() not in schemas:
         is_call = close >= 0 and (any(map(body.__contains__, schemas)) if schemas else body.strip())
         what = "JSON object in it" if close >= 0 else f"closing {END_OF_HERMES}"
         return f"the tool call has no {what}.", close if is_call else start
-    pairs = [_GLM_PAIR.fullmatch(part) for part in parts]
-    end = close + len(END_OF_HERMES)
-    if not all(pairs):
-        return "the tool call must be NAME with <arg_key>KEY</arg_key><arg_value>VALUE...", end
-    return _typed_call(name, [(pair[1], pair[2]) for pair in pairs if pair], schemas), end
+    return to_calls({"name": name.strip()}), close + len(END_OF_HERMES)
 
 
 def _tagged(tags: _Tags, text: str, start: int, schemas: Schemas) -> Reading:
@@ -143,25 +153,47 @@ def _tagged(tags: _Tags, text: str, start: int, schemas: Schemas) -> Reading:
     close = text.find(tags.close, start)
     if close < 0:
         return f"the tool call has no closing {tags.close}.", start
-    end = close + len(tags.close)
-    form = f"the tool call must be {tags.form} in it."
-    name, bracket, body = text[start:close].partition(">")
-    name = name.strip(" \"'")
-    lead, *parameters = body.split(tags.parameter)
-    if not bracket or not name or "<" in name or lead.strip():
-        return form, end
-    pairs = []
-    for parameter in parameters:
-        key, bracket, value = parameter.partition(">")
-        value, tag, trail = value.rpartition(tags.close_parameter)
-        key = key.strip(" \"'")
-        if not (bracket and tag and key) or trail.strip():
-            return form, end
-        value = value.removeprefix("\n").removesuffix("\n")
+    fault = f"the tool call must be {tags.form} in it.", close + len(tags.close)
+    name, begin = _attribute(text, start)
+    pairs, position = [], skip_space(text, begin)
+    while name and text.startswith(tags.parameter, position):
+        key, begin = _attribute(text, position + len(tags.parameter))
+        following = (tags.parameter, tags.close)
+        end = _value_end(text, begin, tags.parameter, tags.close_parameter, following)
+        if not key or end < 0:
+            return fault
+        value = text[begin:end].removeprefix("\n").removesuffix("\n")
         if value.startswith(_CDATA) and value.endswith("]]>"):
             value = value.removeprefix(_CDATA).removesuffix("]]>")
         pairs.append((key, value))
-    return _typed_call(name, pairs, schemas), end
+        position = skip_space(text, end + len(tags.close_parameter))
+    if not name or not text.startswith(tags.close, position):
+        return fault
+    return _typed_call(name, pairs, schemas), position + len(tags.close)
+
+
+def _attribute(text: str, start: int) -> tuple[str, int]:
+    """Returns the rest of an opening tag, empty if it is none, and where its content begins."""
+    bracket = text.find(">", start)
+    name = text[start : max(bracket, start)].strip(" \"'")
+    return ("" if "<" in name else name), bracket + 1
+
+
+def _value_end(
+    text: str, start: int, opening: str, closing: str, following: tuple[str, ...]
+) -> int:
+    """Returns where a value ends, which may itself name the tags or hold a call; -1 if unclear."""
+    depth = 0
+    for tag in re.compile(f"{re.escape(opening)}|{re.escape(closing)}").finditer(text, start):
+        if tag[0] == opening:
+            if depth < 0:
+                break
+            depth += 1
+        elif depth <= 0 and text.startswith(following, skip_space(text, tag.end())):
+            return tag.start()
+        else:
+            depth -= 1
+    return -1
 
 
 def _tagged_tool(tags: _Tags, text: str, start: int, schemas: Schemas) -> Reading:

@@ -411,6 +411,27 @@ SPELLINGS = [
 ]
 
 
+QUOTED = [
+    "a block ends with </parameter> here",
+    "</function>",
+    "</tool_call>",
+    "</arg_value>, so",
+    *(TABLED[family] for family in ("Hermes, Qwen", "GLM", "Qwen3-Coder", "MiniMax", "MiniCPM 5")),
+    f"<tool_call>\n{TABLED['Qwen3-Coder']}\n</tool_call> is a call",
+]
+
+
+@pytest.mark.parametrize("value", QUOTED)
+@pytest.mark.parametrize("family", ["Qwen3-Coder", "GLM", "Muse", "MiniMax", "MiniCPM 5"])
+def test_a_text_argument_may_quote_the_tags_of_a_call(family, value):
+    start, word, end = TABLED[family].partition("a\n" if family == "Qwen3-Coder" else ">a<")
+    text = f"{start}{word.replace('a', value)}{end}"
+    assert calls_in_tool_env(text) == (
+        [ToolCall(name="look", arguments={"word": value, "times": 2})],
+        0,
+    )
+
+
 @pytest.mark.parametrize(("text", "arguments"), SPELLINGS)
 def test_spellings_that_models_use_beside_that_of_their_template_are_read(text, arguments):
     message, malformed = parse_message(text, Shop().tools)
