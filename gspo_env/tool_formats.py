@@ -283,6 +283,15 @@ def _literal(source: str | ast.expr) -> Any:
         return source
 
 
+class _JSONWords(ast.NodeTransformer):
+    """Turns the words of JSON into constants."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Returns the constant that a name means, or the name."""
+        words = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
+
+
 def _python(close: str, text: str, start: int, schemas: Schemas) -> Reading:
     """Reads `[NAME(KEY=VALUE, ...), ...]`, or JSON in its place."""
     end = text.find(close, start)
@@ -309,7 +318,7 @@ def _python_calls(text: str) -> list[ToolCall]:
     for item in tree.elts if isinstance(tree, ast.List) else []:
         if not isinstance(item, ast.Call) or not isinstance(item.func, (ast.Name, ast.Attribute)):
             return []
-        arguments = {word.arg: _literal(word.value) for word in item.keywords}
+        arguments = {word.arg: _literal(_JSONWords().visit(word.value)) for word in item.keywords}
         if item.args or None in arguments or len(arguments) < len(item.keywords):
             return []
         if any(isinstance(value, ast.expr) for value in arguments.values()):
@@ -398,6 +407,12 @@ def read_bare(
     body = _without_end(text, _ENDS).rstrip()
     match = _BARE.search(body) if schemas and anywhere else None
     start = match.end() if match else skip_space(body, 0)
+    if anywhere and not body.startswith(("{", "["), start):
+        named = (m for m in _BROKEN.finditer(body) if m[m.lastindex or 0] in schemas)
+        start = next((m.start() for m in named), start)
+        whole = read_bare(body[start:], schemas, anywhere=False) if start else ([], 0)
+        is_whole = all(isinstance(call, ToolCall) for call in whole[0])
+        return (whole[0], start) if is_whole else ([], 0)
     if not body.startswith(("{", "["), start):
         return [], 0
     values, end = _values(body, start)

@@ -405,6 +405,10 @@ SPELLINGS = [
         "</invoke>\n</minimax:tool_call>",
         {"word": "2134"},
     ),
+    (
+        "<|tool_call_start|>[look(a=true, b=[null, -7])]<|tool_call_end|>",
+        {"a": True, "b": [None, -7]},
+    ),
     ("<|tool_call>call:look{isTrue:False}<tool_call|>", {"isTrue": False}),
     ("<|tool_call>call:look{word:['b', None, True]}<tool_call|>", {"word": ["b", None, True]}),
     ("<|tool_call>call:look{word:<|\"|>None: 'a'<|\"|>}<tool_call|>", {"word": "None: 'a'"}),
@@ -443,6 +447,16 @@ def test_a_list_in_python_is_calls_if_it_names_a_tool_and_prose_in_brackets_is_n
     tools = Shop().tools
     calls = parse_tool_calls("[look(word='a'), other(x=1)]", tools)
     assert [call.name for call in calls] == ["look", "other"]
+    for text in ("So: [look(word='a')]", 'So: {"name": "look", "parameters": {"word": "a"}}'):
+        calls = [ToolCall(name="look", arguments={"word": "a"})]
+        assert (parse_tool_calls(text, tools), parse_message(text, tools)[0].content) == (
+            calls,
+            "So:",
+        )
+        assert parse_message(f"{text} is how.", tools) == (
+            Message(role="assistant", content=f"{text} is how."),
+            0,
+        )
     for text in ("[look](page)", "[looks(1)]", "I look(word='a')", "[other(x=1)]", "[1, look()"):
         assert parse_tool_calls(text, tools) == []
 
