@@ -63,16 +63,22 @@ class SmolLM2(Imitate):
     changes: ClassVar[Mapping[str, Any]] = {
         "model": "smollm2",
         "env": "gspo/Story-v0",
-        "steps": 10,
+        "steps": 12,
         "tasks_per_step": 8,
         "eval_tasks": 64,
-        "eval_every": 5,
+        "eval_every": 4,
         "rollout": {"max_turn_tokens": 40, "max_context": 512, "concurrency": 64},
         "loss": {"clip_low": 0.03, "clip_high": 0.05},
-        "learner": {"learning_rate": 1e-5, "warmup_steps": 4, "lora_rank": 16},
+        "learner": {
+            "learning_rate": 2e-4,
+            "warmup_steps": 2,
+            "minibatches": 2,
+            "max_grad_norm": 0.03,
+            "lora_rank": 16,
+        },
     }
 
     demonstrations: Annotated[int, Ge(1)] = 256
-    imitation_steps: Annotated[int, Ge(0)] = 32
+    imitation_steps: Annotated[int, Ge(0)] = 48
     imitation_batch: Annotated[int, Ge(1)] = 8
     imitation_learning_rate: Annotated[float, Gt(0)] = 1e-3
