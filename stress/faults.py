@@ -99,7 +99,11 @@ FAILING = (
         name="words are paid",
         expected="lengths",
         env="Long",
-        changes={"rollout": {"max_turn_tokens": 16}, "steps": 16},
+        changes={
+            "rollout": {"max_turn_tokens": 16},
+            "steps": 16,
+            "learner": {"learning_rate": 1e-3, "warmup_steps": 20},
+        },
     ),
     Case(name="another engine", expected="engine", changes={"engine": f"{ENVS}:Apart"}),
     Case(

@@ -53,6 +53,7 @@ ELSEWHERE = {
     "gspo-env play": "waits for a person; see tests/cli/test_play.py",
     "gspo-env train --engine vllm": "needs vLLM; run by the tests with the marker vllm",
     "gspo-env train --config one-gpu.toml": "needs vLLM and a GPU",
+    "gspo-env train --recipe smollm2": "needs a package; run by the tests with the marker real",
     "gspo-env train --env gspo/Program-v0": "needs tasks that a Python block writes",
     "gspo-env compare --config examples/compare.toml": "takes hours; see tests/compare",
 }
