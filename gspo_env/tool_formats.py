@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -75,7 +76,10 @@ _END_OF_APERTUS = "<|tools_suffix|>"
 _END_OF_GEMMA = "<tool_call|>"
 _NAMED = re.compile(r"\s*[\w.-]+\s*\{")
 _GEMMA_MARK = re.compile(r'<\|"\|>|<tool_call\|>')
-_GEMMA_TEXT = re.compile(r""""(?:[^"\\]|\\.?)*(?:"|\Z)|'(?:[^'\\]|\\.?)*(?:'|\Z)""", re.DOTALL)
+_KEYWORD = "_keyword_"
+_TEXT = r""""(?:[^"\\]|\\.?)*(?:"|\Z)|'(?:[^'\\]|\\.?)*(?:'|\Z)"""
+_PYTHON_TOKEN = re.compile(rf"{_TEXT}|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])", re.DOTALL)
+_GEMMA_TEXT = re.compile(_TEXT, re.DOTALL)
 _GEMMA_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
 _GEMMA_WORD = re.compile(r'\b(?:None|True|False)\b(?!")')
 _WORDS = {"None": "null", "True": "true", "False": "false"}
@@ -283,6 +287,13 @@ def _literal(source: str | ast.expr) -> Any:
         return source
 
 
+def _to_python(token: re.Match[str]) -> str:
+    """Escapes line breaks in a text, and lets a keyword name an argument."""
+    if token[1]:
+        return f"{_KEYWORD}{token[1]}"
+    return token[0].replace("\r", "\\r").replace("\n", "\\n")
+
+
 class _JSONWords(ast.NodeTransformer):
     """Turns the words of JSON into constants."""
 
@@ -311,14 +322,17 @@ def _python_calls(text: str) -> list[ToolCall]:
     if len(text) > _LONGEST_LITERAL:
         return []
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(_PYTHON_TOKEN.sub(_to_python, text.strip()), mode="eval").body
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return []
     calls = []
     for item in tree.elts if isinstance(tree, ast.List) else []:
         if not isinstance(item, ast.Call) or not isinstance(item.func, (ast.Name, ast.Attribute)):
             return []
-        arguments = {word.arg: _literal(_JSONWords().visit(word.value)) for word in item.keywords}
+        arguments = {
+            word.arg and word.arg.removeprefix(_KEYWORD): _literal(_JSONWords().visit(word.value))
+            for word in item.keywords
+        }
         if item.args or None in arguments or len(arguments) < len(item.keywords):
             return []
         if any(isinstance(value, ast.expr) for value in arguments.values()):

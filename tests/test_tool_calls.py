@@ -409,6 +409,10 @@ SPELLINGS = [
         "<|tool_call_start|>[look(a=true, b=[null, -7])]<|tool_call_end|>",
         {"a": True, "b": [None, -7]},
     ),
+    (
+        "<|tool_call_start|>[look(from='a\nin=\\'b\\'', in=1)]<|tool_call_end|>",
+        {"from": "a\nin='b'", "in": 1},
+    ),
     ("<|tool_call>call:look{isTrue:False}<tool_call|>", {"isTrue": False}),
     ("<|tool_call>call:look{word:['b', None, True]}<tool_call|>", {"word": ["b", None, True]}),
     ("<|tool_call>call:look{word:<|\"|>None: 'a'<|\"|>}<tool_call|>", {"word": "None: 'a'"}),
