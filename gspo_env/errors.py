@@ -53,6 +53,10 @@ class ChatTemplateError(GspoEnvError, ValueError):
     """A tokenizer's chat template is missing or cannot give a token-exact transcript."""
 
 
+class TemplateBoundsError(ChatTemplateError):
+    """A chat template takes too much time or memory."""
+
+
 class PromptLengthError(ChatTemplateError):
     """A prompt and its answer are longer than the context.
 

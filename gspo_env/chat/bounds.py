@@ -21,7 +21,7 @@ from jinja2.sandbox import SandboxedFormatter
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from gspo_env.errors import ChatTemplateError
+from gspo_env.errors import TemplateBoundsError
 
 _MOST_LINES = 1_000_000
 """Statements that the loops and macros of a template may run for one rendering."""
@@ -90,12 +90,12 @@ class BoundedTemplate:
             a part of what the template writes, and not only something that it searches for.
 
     Raises:
-        ChatTemplateError: It is too long.
+        TemplateBoundsError: It is too long.
     """
 
     def __init__(self, source: str, mark: Callable[[str, bool], str]) -> None:
         if len(source) > _LONGEST_TEMPLATE:
-            raise ChatTemplateError(
+            raise TemplateBoundsError(
                 f"it has {len(source):,} characters; expected at most {_LONGEST_TEMPLATE:,}"
             )
         self._spent = _Spent()
@@ -123,7 +123,7 @@ class BoundedTemplate:
         self._spent.lines += lines
         self._spent.output += size
         if self._spent.lines > _MOST_LINES:
-            raise ChatTemplateError(
+            raise TemplateBoundsError(
                 f"it runs more than {_MOST_LINES:,} lines for one rendering; expected fewer"
             )
         self._write("")
@@ -136,7 +136,7 @@ class BoundedTemplate:
     def _write(self, value: Any) -> Any:
         self._spent.output += _size(value)
         if self._spent.output > _LONGEST_OUTPUT:
-            raise ChatTemplateError(f"it writes more than {_LONGEST_OUTPUT:,} characters")
+            raise TemplateBoundsError(f"it writes more than {_LONGEST_OUTPUT:,} characters")
         return value
 
     def _concat(self, values: list[Any]) -> str:
@@ -147,11 +147,11 @@ class BoundedTemplate:
         """Notes the size of what an operation reads or makes.
 
         Raises:
-            ChatTemplateError: It is too large, or all of them are.
+            TemplateBoundsError: It is too large, or all of them are.
         """
         self._spent.work += size
         if size > _LONGEST or self._spent.work > _MOST_WORK:
-            raise ChatTemplateError(
+            raise TemplateBoundsError(
                 f"it makes a value of more than {_LONGEST:,} characters or items, or reads more "
                 f"than {_MOST_WORK:,} for one rendering"
             )
@@ -172,7 +172,7 @@ class BoundedTemplate:
         method = getattr(function, "__wrapped__", function)
         name = getattr(method, "__name__", "")
         if name in _UNBOUNDED:
-            raise ChatTemplateError(f"it calls {name}, which may take any time")
+            raise TemplateBoundsError(f"it calls {name}, which may take any time")
         if name == "strftime_now":
             self._check(name, [*args, 256], names)
         elif not isinstance(method, BuiltinMethodType):
@@ -213,7 +213,7 @@ class BoundedTemplate:
             self._spend(text.count(old) * len(new))
         elif name == "format":
             if _WIDTH.search(str(values[0])):
-                raise ChatTemplateError("it formats a text with a huge width")
+                raise TemplateBoundsError("it formats a text with a huge width")
             self._spend(str(values[0]).count("%") * (10_000 + sum(sizes[1:])))
         elif name == "striptags":  # it copies the text for each comment
             self._spend(str(values[0]).count("<") * sizes[0] >> 8)
@@ -259,7 +259,7 @@ class _BoundedFormatter(SandboxedFormatter):
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         if _WIDTH.search(format_spec):
-            raise ChatTemplateError("it formats a text with a huge width")
+            raise TemplateBoundsError("it formats a text with a huge width")
         self._spend(_size(value))
         return super().format_field(value, format_spec)
 
@@ -277,12 +277,12 @@ def _size(value: Any) -> int:
             value = value._Namespace__attrs
         if isinstance(value, (str, bytes)):
             size += len(value)
-        elif isinstance(value, Mapping):
-            stack += [*value, *value.values()]
         elif isinstance(value, (list, tuple, range, KeysView, ValuesView, ItemsView)):
             stack += value
         elif isinstance(value, int):
             size += value.bit_length()
+        elif isinstance(value, Mapping):  # a check that is slow for other values
+            stack += [*value, *value.values()]
         size += _ITEM
     return size
 

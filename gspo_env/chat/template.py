@@ -23,7 +23,7 @@ from typing import Any
 from gspo_env.chat.bounds import BoundedTemplate
 from gspo_env.chat.encode import BoundedCache, TextEncoder, drop_marks, map_texts
 from gspo_env.env.base import clean
-from gspo_env.errors import ChatTemplateError
+from gspo_env.errors import ChatTemplateError, TemplateBoundsError
 
 logger = logging.getLogger(__name__)
 
@@ -131,10 +131,7 @@ class ChatTemplate:
         function = {"name": name, "description": "x", "parameters": parameters}
         schema = {"type": "function", "function": function}
         roles = ("system", "user") if self.takes_system else ("user",)
-        try:
-            return name in self._render(_chat(roles), [schema])
-        except ChatTemplateError:
-            return False
+        return name in self._probe(_chat(roles), [schema])
 
     @cached_property
     def shows_calls(self) -> bool:
@@ -154,11 +151,8 @@ class ChatTemplate:
             for follow in ({"role": "tool", "tool_call_id": "call00000", "name": name}, {}):
                 user, action, result = _chat(("user", "assistant", "user"))
                 action |= {"tool_calls": [call], "content": content}
-                try:
-                    if name in self._render([user, action, result | follow]):
-                        return True
-                except ChatTemplateError:
-                    continue
+                if name in self._probe([user, action, result | follow]):
+                    return True
         return False
 
     @cached_property
@@ -174,12 +168,18 @@ class ChatTemplate:
     def _accepts(self, *roles: str) -> bool:
         """Returns whether the template shows messages of these roles, each once."""
         chat = [{"role": role, "content": self.marker(n)} for n, role in enumerate(roles)]
+        rendering = self._probe(chat)
+        return all(rendering.count(message["content"]) == 1 for message in chat)
+
+    def _probe(self, messages: Chat, schemas: Schemas = ()) -> str:
+        """Returns the rendering of a short conversation, or nothing if the template refuses it."""
         try:
-            rendering = self._render(chat)
+            return self._render(messages, schemas)
+        except TemplateBoundsError:  # every rendering takes as long
+            raise
         except ChatTemplateError as error:
             logger.info("%s", error)
-            return False
-        return all(rendering.count(message["content"]) == 1 for message in chat)
+            return ""
 
     def _render(self, messages: Chat, schemas: Schemas = (), generation: bool = True) -> str:
         rendering, composed = self._join(self._run(messages, schemas, generation))
@@ -211,7 +211,9 @@ class ChatTemplate:
         except Exception as error:
             roles = "messages of " + ", ".join(message["role"] for message in messages)
             text = f"the chat template refuses {roles[:_LONGEST_ERROR]}: "
-            raise ChatTemplateError(text + str(error)[:_LONGEST_ERROR]) from error
+            exceeds = isinstance(error, (TemplateBoundsError, RecursionError))
+            kind = TemplateBoundsError if exceeds else ChatTemplateError
+            raise kind(text + str(error)[:_LONGEST_ERROR]) from error
 
     def _join(self, text: str) -> tuple[str, list[str]]:
         """Returns the rendering without marks, and the control tokens that were put together."""

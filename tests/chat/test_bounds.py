@@ -9,7 +9,7 @@ import pytest
 
 from gspo_env.chat.template import ChatTemplate
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.errors import ChatTemplateError
+from gspo_env.errors import ChatTemplateError, TemplateBoundsError
 from gspo_env.recipes.build import TEMPLATE
 
 DOUBLE = "{% set x = x ~ x %}\n"
@@ -117,6 +117,14 @@ def test_a_bomb_is_one_error_and_takes_little_memory(tokenizer, bomb):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**28
+
+
+@pytest.mark.parametrize("bomb", ["loops", "comparison", "a sum"])
+def test_a_bomb_that_waits_for_tools_is_an_error_at_the_first_rendering_with_tools(tokenizer, bomb):
+    hostile = copy.deepcopy(tokenizer)
+    hostile.chat_template = "{% if tools %}" + BOMBS[bomb] + "{% endif %}" + TEMPLATE
+    with pytest.raises(TemplateBoundsError):
+        _ = ChatTemplate(hostile).shows_tools
 
 
 @pytest.mark.parametrize(

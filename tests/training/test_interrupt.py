@@ -122,6 +122,7 @@ def start_python(*arguments, prepare=None):
 
     def before():
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` ignores it
         if prepare is not None:
             prepare()
 
