@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import logging
 import math
@@ -28,7 +27,7 @@ from gspo_env.errors import (
     UnknownEnvironmentError,
 )
 from gspo_env.redaction import find_mark, redact
-from gspo_env.registry import load_module
+from gspo_env.registry import load_function, load_module
 from gspo_env.runtime.loops import make_synchronous
 from gspo_env.runtime.threads import constructing
 
@@ -40,6 +39,7 @@ _BUILTIN = {
     "gspo/Calculator-v0": "gspo_envs.text.calculator:CalculatorEnv",
     "gspo/Dataset-v0": "gspo_envs.data.dataset:DatasetEnv",
     "gspo/Density-v0": "gspo_envs.diagnostic.density:DensityEnv",
+    "gspo/Dialogue-v0": "gspo_envs.dialogue.env:DialogueEnv",
     "gspo/Distractor-v0": "gspo_envs.diagnostic.diagnostics:DistractorEnv",
     "gspo/GEM-v0": "gspo_envs.adapters.gem:GEMEnv",
     "gspo/GuessNumber-v0": "gspo_envs.text.guess_number:GuessNumberEnv",
@@ -237,8 +237,7 @@ def _load_creator(env_id: str) -> Any:
 def load_agent(name: str) -> Any:
     """Returns the class of a built-in agent: `gspo`, `scripted`, or `frozen`, which only plays."""
     hide_progress_bars()
-    module, _, attribute = _AGENTS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return load_function(_AGENTS[name], "agent")
 
 
 def hide_progress_bars() -> None:

@@ -50,6 +50,7 @@ class Echo(TextEnv):
     "env_id",
     [
         "gspo/Calculator-v0",
+        "gspo/Dialogue-v0",
         "gspo/GuessNumber-v0",
         "gspo/KeyDoor-v0",
         "gspo/Lookup-v0",

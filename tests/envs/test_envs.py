@@ -12,7 +12,8 @@ from gspo_env import format_tool_call, make_env
 from gspo_env.env.info import ParsedStep, parse_reset, parse_step
 from gspo_env.errors import ConfigError, EnvironmentContractError
 
-IDS = [f"gspo/{n}-v0" for n in ("Calculator", "GuessNumber", "Lookup", "SQL", "Story", "Wordle")]
+TASKS = ("Calculator", "Dialogue", "GuessNumber", "Lookup", "SQL", "Story", "Wordle")
+IDS = [f"gspo/{name}-v0" for name in TASKS]
 
 
 def play(env: Any, seed: int, noise: float = 0.0) -> tuple[str, list[ParsedStep]]:
@@ -138,16 +139,8 @@ KEYED = {
     "gspo/Additive-v0": {"turns": 2},
     "gspo/GymText-v0": {"env": "FrozenLake-v1", "is_slippery": False},
 }
-NAMES = (
-    "Wordle",
-    "GuessNumber",
-    "Recurring",
-    "VariableLength",
-    "KeyDoor",
-    "Lookup",
-    "SQL",
-    "Story",
-)
+NAMES = ("Dialogue", "GuessNumber", "KeyDoor", "Lookup", "Recurring", "SQL", "Story")
+NAMES += ("VariableLength", "Wordle")
 
 
 @pytest.mark.parametrize("env_id", [*KEYED, *(f"gspo/{name}-v0" for name in NAMES)])

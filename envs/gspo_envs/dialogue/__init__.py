@@ -1,0 +1,1 @@
+"""Conversations with a simulated user who wants something of a database."""

@@ -1,0 +1,195 @@
+"""The built-in domains: orders of a shop, and bookings of a restaurant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gspo_env.env.tools import ToolCall, tool
+from gspo_envs.dialogue.task import REFUSAL, DialogueTask, Domain, Fact
+from gspo_envs.dialogue.users import PERSONAS
+
+_ITEMS = "lamp chair table clock mirror carpet sofa shelf vase desk"
+_CITIES = "oslo lima cairo kyoto porto turin lyon bern riga delhi"
+_GUESTS = "ada ben cleo dan eva finn gia hugo ida jon kim leo mia noa pia rosa"
+_DAYS = "monday tuesday wednesday thursday friday saturday sunday"
+_COUNT = 6
+"""Orders or bookings of a database, of which the first is the user's."""
+
+
+def _pick(random: np.random.Generator, words: str) -> str:
+    choices = words.split()
+    return choices[int(random.integers(len(choices)))]
+
+
+def _draw_columns(random: np.random.Generator, *columns: str) -> list[list[str]]:
+    """Draws distinct numbers, and for each of them a word of each column."""
+    numbers = [str(n) for n in random.choice(np.arange(100, 200), _COUNT, replace=False)]
+    return [numbers, *([_pick(random, words) for _ in numbers] for words in columns)]
+
+
+def _call(name: str, **arguments: str) -> ToolCall:
+    return ToolCall(name=name, arguments=arguments)
+
+
+def _fact(keywords: str, text: str, question: str) -> Fact:
+    return Fact(keywords=tuple(keywords.split()), text=text, question=question)
+
+
+def _task(
+    random: np.random.Generator,
+    script: Sequence[str],
+    opening: str,
+    facts: Sequence[Fact],
+    actions: tuple[ToolCall, ...],
+    allowed: bool,
+) -> DialogueTask:
+    """Returns a task whose last action must be refused if the rules don't allow it."""
+    persona = _pick(random, " ".join(PERSONAS))
+    return DialogueTask(
+        script="\n".join(script),
+        opening=opening,
+        persona=persona,
+        facts=tuple(facts),
+        instructions=" ".join([opening, *(fact.text for fact in facts), PERSONAS[persona]]),
+        actions=actions if allowed else actions[:-1],
+        says=() if allowed else (REFUSAL,),
+    )
+
+
+class Orders(Domain):
+    """Cancel an order, or send it to another city."""
+
+    rules = (
+        "You serve the customers of a shop. Ask for what you need, and look at an order before you "
+        "change it: only a pending order may be cancelled or sent to another city. Say that it is "
+        "done, or that you cannot do it."
+    )
+
+    def draw(self, random: np.random.Generator) -> DialogueTask:
+        """Draws the orders, and what the customer wants with one of them."""
+        columns = _draw_columns(random, _ITEMS, _CITIES, "pending pending shipped")
+        order, item, old_city, status = (column[0] for column in columns)
+        script = ["CREATE TABLE orders (number TEXT PRIMARY KEY, item, city, status);"]
+        script += [f"INSERT INTO orders VALUES {row!r};" for row in zip(*columns, strict=True)]
+        opening, change = f"Hello, I want to cancel my {item}.", _call("cancel_order", order=order)
+        facts = [_fact("number", f"My order is #{order}.", "What is the number of your order?")]
+        if random.integers(2):
+            city = _pick(random, _CITIES.replace(old_city, ""))
+            opening = f"Hello, please send my {item} to another city."
+            text = f'The new city is "{city}".'
+            facts.append(_fact("where city address", text, "Where should we send it?"))
+            change = _call("send_order", order=order, city=city)
+        actions = (_call("show_order", order=order), change)
+        return _task(random, script, opening, facts, actions, status == "pending")
+
+    @tool
+    def show_order(self, order: str) -> str:
+        """Show the item, the city and the status of an order.
+
+        Args:
+            order: The number of the order.
+        """
+        rows = self.rows("SELECT item, city, status FROM orders WHERE number = ?", order)
+        return "item {}, city {}, status {}".format(*rows[0]) if rows else "no such order"
+
+    @tool
+    def cancel_order(self, order: str) -> str:
+        """Cancel an order.
+
+        Args:
+            order: The number of the order.
+        """
+        return self._set("status", "cancelled", order)
+
+    @tool
+    def send_order(self, order: str, city: str) -> str:
+        """Send an order to another city.
+
+        Args:
+            order: The number of the order.
+            city: The new city.
+        """
+        return self._set("city", city, order)
+
+    def _set(self, column: str, value: str, order: str) -> str:
+        sql = f"UPDATE orders SET {column} = ? WHERE number = ? RETURNING number"
+        return "changed" if self.rows(sql, value, order) else "no such order"
+
+
+class Bookings(Domain):
+    """Book a table, or move a booking to another day."""
+
+    rules = (
+        "You take the bookings of a restaurant. Ask for what you need, and look at the free tables "
+        "of a day: book for it or move to it only if there are any. Say that it is done, or that "
+        "you cannot do it."
+    )
+
+    def draw(self, random: np.random.Generator) -> DialogueTask:
+        """Draws the bookings and the free tables, and what the guest wants."""
+        day, guest = _pick(random, _DAYS), _pick(random, _GUESTS)
+        columns = _draw_columns(random, _GUESTS, _DAYS.replace(day, ""))
+        free = {
+            name: int(random.integers(1, 5) * (random.integers(3) > 0)) for name in _DAYS.split()
+        }
+        script = ["CREATE TABLE bookings (number TEXT PRIMARY KEY, guest, day);"]
+        script += ["CREATE TABLE days (day TEXT PRIMARY KEY, free INTEGER);"]
+        script += [f"INSERT INTO bookings VALUES {row!r};" for row in zip(*columns, strict=True)]
+        script += [f"INSERT INTO days VALUES {row!r};" for row in free.items()]
+        if random.integers(2):
+            opening, change = "I would like a table.", _call("book_table", guest=guest, day=day)
+            first = _fact("name", f'My name is "{guest}".', "What is your name?")
+        else:
+            booking, opening = columns[0][0], "I would like to come on another day."
+            text, question = f"My booking is #{booking}.", "What is the number of your booking?"
+            first = _fact("number", text, question)
+            change = _call("move_booking", booking=booking, day=day)
+        when = _fact("day when", f'Put me on "{day}".', "For which day?")
+        actions = (_call("free_tables", day=day), change)
+        return _task(random, script, opening, [first, when], actions, free[day] > 0)
+
+    @tool
+    def free_tables(self, day: str) -> str:
+        """Show how many tables are free on a day.
+
+        Args:
+            day: The day of the week.
+        """
+        rows = self.rows("SELECT free FROM days WHERE day = ?", day)
+        return f"{rows[0][0]} free" if rows else "no such day"
+
+    @tool
+    def move_booking(self, booking: str, day: str) -> str:
+        """Move a booking to another day.
+
+        Args:
+            booking: The number of the booking.
+            day: The new day of the week.
+        """
+        old = self.rows("SELECT day FROM bookings WHERE number = ?", booking)
+        if not old or not self._add(day, -1):
+            return "no such booking or day"
+        self._add(old[0][0], 1)
+        self.rows("UPDATE bookings SET day = ? WHERE number = ?", day, booking)
+        return "moved"
+
+    @tool
+    def book_table(self, guest: str, day: str) -> str:
+        """Book a table for a guest.
+
+        Args:
+            guest: The guest's name.
+            day: The day of the week.
+        """
+        if not self._add(day, -1):
+            return "no such day"
+        number = self.rows("SELECT max(number) + 1 FROM bookings")[0][0]
+        self.rows("INSERT INTO bookings VALUES (?, ?, ?)", str(number), guest, day)
+        return "booked"
+
+    def _add(self, day: str, tables: int) -> bool:
+        """Changes the free tables of a day; returns whether there is such a day."""
+        sql = "UPDATE days SET free = free + ? WHERE day = ? RETURNING day"
+        return bool(self.rows(sql, tables, day))

@@ -1,0 +1,178 @@
+"""Tasks of a dialogue, and the database that they change."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspo_env.env.tools import Tool, ToolCall, as_tool
+from gspo_env.errors import ConfigError
+
+REFUSAL = r"\b(cannot|can.?t|can not|unable|not possible|not allowed)\b"
+"""Pattern of a message that refuses a request."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fact:
+    """What the user says when a message has one of the keywords."""
+
+    keywords: tuple[str, ...]
+    text: str
+    question: str = ""
+    """How the scripted agent asks for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DialogueTask:
+    """What a user wants, and how the database is afterwards."""
+
+    script: str
+    """Statements that create the database."""
+    opening: str
+    """First message of the scripted user."""
+    persona: str = ""
+    """Manner of the user; see `ScriptedUser`."""
+    facts: tuple[Fact, ...] = ()
+    instructions: str
+    """What a model that plays the user reads."""
+    actions: tuple[ToolCall, ...]
+    """Calls that solve the task: the database must end as they leave it."""
+    says: tuple[str, ...] = ()
+    """Patterns that the agent's messages must match."""
+    requires_calls: bool = True
+    """Whether each of the actions is required, not only the state that they lead to."""
+
+
+class Domain:
+    """A database with the `@tool` methods of a subclass, and a generator of tasks.
+
+    The tools see `connection`. A subclass defines `draw`, or `script` if its tasks are read from a
+    file.
+    """
+
+    rules: str = "You serve customers. Ask for what you need, and use the tools."
+    """The system prompt of the agent."""
+    connection: sqlite3.Connection
+
+    def __init__(self) -> None:
+        """Opens an empty database."""
+        self.load("")
+
+    def draw(self, random: np.random.Generator) -> DialogueTask:
+        """Draws a task."""
+        raise NotImplementedError(f"{type(self).__name__} draws no tasks; set tasks=FILE.json")
+
+    def script(self) -> str:
+        """Returns the statements that create the database of tasks from a file."""
+        raise NotImplementedError(f"{type(self).__name__} must define script()")
+
+    @cached_property
+    def tools(self) -> tuple[Tool, ...]:
+        """The tools, bound to this database."""
+        members = {
+            name: value
+            for base in reversed(type(self).__mro__)
+            for name, value in vars(base).items()
+        }
+        tools = [as_tool(value) for value in members.values() if hasattr(value, "__gspo_tool__")]
+        return tuple(replace(each, function=each.function.__get__(self)) for each in tools)
+
+    def load(self, script: str) -> None:
+        """Replaces the database."""
+        self.close()
+        self.connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        self.connection.executescript(script)
+
+    def close(self) -> None:
+        """Frees the database."""
+        if hasattr(self, "connection"):
+            self.connection.close()
+
+    def rows(self, sql: str, *values: Any) -> list[Any]:
+        """Runs a trusted statement and returns its rows."""
+        return self.connection.execute(sql, values).fetchall()
+
+    def state(self) -> list[str]:
+        """Returns the contents of the database, whatever the order of insertion."""
+        return sorted(self.connection.iterdump())
+
+    def solve(self, task: DialogueTask) -> list[str]:
+        """Returns the state after the actions of a task, and loads its database anew.
+
+        Raises:
+            ConfigError: An action calls a tool that does not exist, or with wrong arguments.
+        """
+        self.load(task.script)
+        tools = {each.name: each for each in self.tools}
+        for call in task.actions:
+            if call.name not in tools:
+                raise ConfigError(
+                    f"a task calls {call.name!r}; {type(self).__name__} has {', '.join(tools)}"
+                )
+            tools[call.name].function(**tools[call.name].validate(call.arguments))
+        state = self.state()
+        self.load(task.script)
+        return state
+
+
+def read_tau2(path: str, script: str) -> tuple[list[DialogueTask], int]:
+    """Reads a task file of tau2-bench; returns the tasks, and the number of those left out.
+
+    Left out are tasks that this environment cannot score: with an initial state, with actions of
+    the user, or with rewards other than the database, the calls and what the agent communicates.
+
+    Args:
+        path: The file, such as `data/tau2/domains/airline/tasks.json`.
+        script: Statements that create the database.
+
+    Raises:
+        ConfigError: The file cannot be read or has no task that can be scored.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        tasks = [_read_task(value, script) for value in values]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"tasks is {path!r}; expected a task file of tau2-bench: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    scored = [task for task in tasks if task is not None]
+    if not scored:
+        raise ConfigError(f"tasks is {path!r}, of whose {len(tasks)} tasks none can be scored")
+    return scored, len(tasks) - len(scored)
+
+
+def _read_task(value: Any, script: str) -> DialogueTask | None:
+    criteria = value["evaluation_criteria"]
+    actions = criteria.get("actions") or []
+    basis = set(criteria.get("reward_basis") or ("DB", "COMMUNICATE"))
+    if not criteria.get("nl_assertions"):
+        basis.discard("NL_ASSERTION")
+    by_user = any(action.get("requestor", "assistant") != "assistant" for action in actions)
+    scored = basis <= {"DB", "COMMUNICATE", "ACTION"} and not by_user
+    if not scored or any((value.get("initial_state") or {}).values()):
+        return None
+    scenario = value["user_scenario"]
+    situation = scenario["instructions"]
+    if isinstance(situation, str):
+        situation = {"reason_for_call": situation}
+    texts: Sequence[str] = [situation["known_info"]] if situation.get("known_info") else []
+    lines = {"persona": scenario.get("persona"), **situation}
+    communicated = criteria.get("communicate_info") or [] if "COMMUNICATE" in basis else []
+    return DialogueTask(
+        script=script,
+        opening=situation["reason_for_call"],
+        facts=tuple(Fact(keywords=("?",), text=text) for text in texts),
+        instructions="\n".join(f"{name}: {text}" for name, text in lines.items() if text),
+        actions=tuple(ToolCall(name=a["name"], arguments=a["arguments"]) for a in actions),
+        says=tuple(re.escape(text) for text in communicated),
+        requires_calls="ACTION" in basis,
+    )

@@ -1,0 +1,244 @@
+"""Dialogues with a simulated user about a database."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_env import check_env, format_tool_call, make_env, tool
+from gspo_env.errors import ConfigError, ToolServerError
+from gspo_envs.dialogue.task import DialogueTask, Domain, Fact
+from gspo_envs.dialogue.users import PERSONAS, ScriptedUser
+
+DOMAINS = ("orders", "bookings")
+DONE, REFUSAL = "It is done.", "I am sorry, I cannot do that."
+
+
+def play(env: Any, *extra: str, calls: bool = True) -> Any:
+    """Play with the scripted agent, and the extra actions before its last message."""
+    ended = False
+    while not ended:
+        action = env.unwrapped.expert_action()
+        for each in extra if action in (DONE, REFUSAL) else ():
+            env.step(each)
+        if not calls and ("tool_call" in action or action == REFUSAL):
+            action = DONE
+        step = env.step(action)
+        ended = step[2] or step[3]
+    return step
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_the_scripted_agent_solves_hundreds_of_different_tasks(domain: str) -> None:
+    env: Any = make_env("gspo/Dialogue-v0", domain=domain)
+    keys = set()
+    for seed in range(250):
+        keys.add(env.reset(seed=seed)[1]["task_key"])
+        assert play(env)[4]["episodic_reward"] == 1.0
+    assert len(keys) >= 200
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_check_env_accepts_the_domains(domain: str) -> None:
+    check_env("gspo/Dialogue-v0", env_kwargs={"domain": domain})
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_claims_without_changes_and_changes_against_the_rules_fail(domain: str) -> None:
+    env: Any = make_env("gspo/Dialogue-v0", domain=domain)
+    tables = {"orders": "orders", "bookings": "days"}
+    for seed in range(40):
+        env.reset(seed=seed)
+        while not (refusal := env.step(REFUSAL))[2]:
+            pass
+        assert refusal[4]["success"] is False
+        env.reset(seed=seed)
+        assert play(env, calls=False)[4]["success"] is False
+        env.reset(seed=seed)
+        row = env.unwrapped.domain.rows(f"SELECT * FROM {tables[domain]}")[0]
+        orders = "send_order", {"order": row[0], "city": "nowhere"}
+        bookings = "book_table", {"guest": "nobody", "day": row[0]}
+        harm = format_tool_call(*(orders if domain == "orders" else bookings))
+        assert play(env, harm)[4]["success"] is False
+
+
+def test_needed_facts_and_calls_are_rewarded_once() -> None:
+    env: Any = make_env("gspo/Dialogue-v0")
+    rewards: list[float] = []
+    observation = env.reset(seed=1)[0]
+    while "As I said" not in observation and "cannot" not in observation:
+        action = env.unwrapped.expert_action()
+        if action in (DONE, REFUSAL):
+            break
+        rewards.append(env.step(action)[1])
+        observation, again, ended, *_ = env.step(action)
+        assert (again, ended) == (0.0, False)
+    assert rewards
+    assert set(rewards) == {0.1}
+
+
+FACTS = (
+    Fact(keywords=("number",), text="Number 7."),
+    Fact(keywords=("day",), text="On Monday."),
+)
+
+
+@pytest.mark.parametrize(
+    ("persona", "messages", "replies"),
+    [
+        ("terse", ["Which number, and which day?"], ["Number 7."]),
+        ("", ["Which number, and which day?"], ["Number 7. On Monday."]),
+        ("chatty", ["Which day?"], ["Of course! On Monday. Thank you."]),
+        ("impatient", ["Hm.", "Hm."], ["As I said: Help!", "You don't understand me. Goodbye."]),
+        ("insistent", [REFUSAL] * 2, ["Please try again, it is important.", "Goodbye."]),
+        ("", ["I can\N{RIGHT SINGLE QUOTATION MARK}t do that."], ["Goodbye."]),
+        ("", ["It is done, what is the number?", DONE], ["Number 7.", "Goodbye."]),
+    ],
+)
+def test_the_scripted_user_answers_by_persona(
+    persona: str, messages: list[str], replies: list[str]
+) -> None:
+    task = DialogueTask(
+        script="", opening="Help!", persona=persona, facts=FACTS, instructions="", actions=()
+    )
+    user = ScriptedUser(task)
+    assert user.opening == "Help!"
+    assert [user.reply(message).text for message in messages] == replies
+    assert set(PERSONAS) | {""} >= {persona}
+
+
+class Shelf(Domain):
+    """A shelf with one book."""
+
+    def script(self) -> str:
+        return "CREATE TABLE shelf (book TEXT); INSERT INTO shelf VALUES ('Emma');"
+
+    @tool
+    def remove(self, book: str) -> str:
+        """Remove a book."""
+        return str(self.rows("DELETE FROM shelf WHERE book = ? RETURNING book", book))
+
+
+def tau2_task(**criteria: Any) -> dict[str, Any]:
+    instructions = {
+        "domain": "shelf",
+        "reason_for_call": "You lend Emma.",
+        "known_info": "You are Ann.",
+        "unknown_info": None,
+        "task_instructions": "Be brief.",
+    }
+    action = {"action_id": "0", "name": "remove", "arguments": {"book": "Emma"}, "info": None}
+    basis = {"actions": [action], "communicate_info": ["1200"], "nl_assertions": None, **criteria}
+    return {
+        "id": "0",
+        "user_scenario": {"persona": None, "instructions": instructions},
+        "initial_state": None,
+        "evaluation_criteria": {"reward_basis": ["DB", "COMMUNICATE"], **basis},
+    }
+
+
+def write(path: Path, value: Any) -> str:
+    path.write_text(json.dumps(value))
+    return str(path)
+
+
+def test_a_task_file_of_tau2_is_scored_by_database_and_communicated_texts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unscored = tau2_task(reward_basis=["ENV_ASSERTION"])
+    tasks = write(tmp_path / "tasks.json", [tau2_task(), unscored])
+    env: Any = make_env("gspo/Dialogue-v0", domain=f"{__name__}:Shelf", tasks=tasks)
+    assert "left out 1 tasks" in caplog.text
+    for fee, success in (("It costs $1,200. It is done.", True), (DONE, False)):
+        assert env.reset(seed=0, options={"task": 0})[0] == "You lend Emma."
+        assert env.step("Who are you?")[:2] == ("You are Ann.", 0.1)
+        assert env.step(env.unwrapped.expert_action())[1] == 0.1
+        assert env.step(fee)[4]["success"] is success
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ({"train": []}, "expected a task file of tau2-bench"),
+        ([{"id": "0"}], "KeyError: 'evaluation_criteria'"),
+        ([], "none can be scored"),
+        ([tau2_task(actions=[{"name": "burn", "arguments": {}}])], "a task calls 'burn'"),
+    ],
+)
+def test_a_wrong_task_file_is_refused(value: Any, sentence: str, tmp_path: Path) -> None:
+    tasks = write(tmp_path / "tasks.json", value)
+    with pytest.raises(ConfigError, match=sentence):
+        make_env("gspo/Dialogue-v0", domain=f"{__name__}:Shelf", tasks=tasks).reset(seed=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"domain": "gspo_env.types:Task"}, "Task|domain"),
+        ({"domain": "builtins:dict"}, "expected orders, bookings, or a Domain"),
+        ({"user": "localhost:8000"}, "expected 'scripted' or an http address"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make_env("gspo/Dialogue-v0", **arguments)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[Any], list[Any]]]:
+    """Serve chat completions from a list of contents; returns the address, contents, requests."""
+    contents: list[Any] = []
+    requests: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            requests.append({**json.loads(body), "key": self.headers["Authorization"]})
+            content = contents.pop(0) if contents else None
+            self.send_response(200)
+            self.end_headers()
+            answer = {"choices": [{"message": {"role": "assistant", "content": content}}]}
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}/v1", contents, requests
+        running.shutdown()
+        thread.join()
+
+
+def test_a_model_plays_the_user_with_the_goal_as_its_instructions(
+    server: tuple[str, list[Any], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("USER_KEY", "secret")
+    url, contents, requests = server
+    contents += ["Hi, my order!", "It is 7.", "Thanks! ###STOP###"]
+    headers = {"Authorization": "Bearer ${USER_KEY}"}
+    env: Any = make_env("gspo/Dialogue-v0", user=url, user_model="m", headers=headers)
+    assert env.unwrapped.blocking
+    assert env.reset(seed=0)[0] == "Hi, my order!"
+    assert env.step("Which number?")[:3] == ("It is 7.", 0.0, False)
+    observation, _, terminated, *_ = env.step(DONE)
+    assert (observation, terminated) == ("Thanks!", True)
+    assert requests[0]["key"] == "Bearer secret"
+    roles = [message["role"] for message in requests[-1]["messages"]]
+    assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert "order" in requests[-1]["messages"][0]["content"]
+
+
+def test_a_user_without_an_answer_is_a_failure_and_no_zero(
+    server: tuple[str, list[Any], list[Any]],
+) -> None:
+    env: Any = make_env("gspo/Dialogue-v0", user=server[0])
+    with pytest.raises(ToolServerError, match="did not answer: AttributeError"):
+        env.reset(seed=0)
