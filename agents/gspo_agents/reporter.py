@@ -10,8 +10,7 @@ from typing import Any
 
 from gspo_env.config import Config, to_dict, to_toml, with_score
 from gspo_env.env.base import attribute
-from gspo_env.episodes.page import PAGE, write_page
-from gspo_env.episodes.schema import Phase
+from gspo_env.episodes.schema import PAGE, Phase
 from gspo_env.episodes.writer import EpisodeLog
 from gspo_env.errors import OutputError
 from gspo_env.health.collapse import EvalSnapshot, find_collapse
@@ -24,7 +23,7 @@ from gspo_env.redaction import write_text
 from gspo_env.registry import load_function, name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
-from gspo_env.tracking.base import MODEL, RunInfo
+from gspo_env.tracking.base import MODEL, SUMMARY, RunInfo
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker
 from gspo_env.tracking.provenance import commit, versions
@@ -70,6 +69,7 @@ class Reporter:
         opening = _load("terminal:opening")
         self._progress.line(opening(self.config, env_id, model, folder, look))
         self._progress.begin("start", 0, self.config.steps)
+        self._summarise([])
         for finding in findings:
             self.warned(finding)
 
@@ -167,12 +167,14 @@ class Reporter:
         folder = self._checkpoints.run
         if not self._checkpoints.attempt("the trained model", lambda: write(folder)):
             raise OutputError(f"the trained model cannot be written to {str(folder)!r}")
+        self._summarise(history)
         record = RunRecord.in_progress(self.config, history)
         title = f"{env_id}, seed {self.config.seed}"
         curve = _load("plots:learning_curve")(record, title)
         path = folder / "learning_curve.png"
         self._checkpoints.attempt(path.name, lambda: curve.savefig(path))
         page = folder / PAGE
+        write_page = load_function("gspo_env.episodes.page:write_page", "report")
         self._checkpoints.attempt(page.name, lambda: write_page(folder, page, most_mb=_PAGE_MB))
         for name in ("config.toml", path.name, page.name):
             self._tracker.artifact(folder / name)
@@ -190,7 +192,7 @@ class Reporter:
         if step < steps:
             lines = [self._checkpoints.stopped(step, steps)]
         else:
-            lines = _results(history, split, skipped_demonstrations)
+            lines = _load("terminal:results")(history, split, skipped_demonstrations)
             folder = self._checkpoints.run
             lines.append(f"Model, config and learning curve: {folder}")
             closing = _load("terminal:closing")
@@ -215,6 +217,11 @@ class Reporter:
                     name = "first-environment-error.txt"
                     self.write(name, f"{first.message}\n\n{first.traceback}")
                     self._tracker.artifact(self._checkpoints.run / name)
+
+    def _summarise(self, history: History) -> None:
+        text = _load("terminal:summary")(history, self._tracker.started)
+        self.write(SUMMARY, text)
+        self._tracker.text(SUMMARY, text)
 
     def _trace(self, step: int, phase: Phase, groups: Mapping[int, Group]) -> None:
         most = self._tracker.traces(phase)
@@ -259,25 +266,3 @@ def run_info(
         tags={"env": env_id, "advantage": estimator, "way": way.value, **versions(), **commit()},
         resume=ids,
     )
-
-
-def _results(history: History, split: Split, skipped_demonstrations: int) -> list[str]:
-    def total(name: str) -> float:
-        return sum(metrics.get(name, 0.0) for _, metrics in history)
-
-    evaluations = [metrics for _, metrics in history if "eval/success" in metrics]
-    first, last = evaluations[0], evaluations[-1]
-    lines = [
-        f"Success on {split}: {first['eval/success']:.1%} before training, "
-        f"{last['eval/success']:.1%} after (greedy {first['eval/success_greedy']:.1%} and "
-        f"{last['eval/success_greedy']:.1%})."
-    ]
-    if skipped := total("train/skipped_steps"):
-        lines.append(f"Optimiser steps skipped, because a number was not finite: {skipped:.0f}.")
-    redrawn = total("rollout/redrawn_tasks")
-    if redrawn or skipped_demonstrations:
-        lines.append(
-            f"Held out for evaluation: {skipped_demonstrations} demonstrations skipped, "
-            f"{redrawn:.0f} training tasks redrawn."
-        )
-    return lines

@@ -29,7 +29,8 @@ class View:
 
     def run(self) -> None:
         """Writes the page and opens it."""
-        from gspo_env.episodes.page import PAGE, write_page
+        from gspo_env.episodes.page import write_page
+        from gspo_env.episodes.schema import PAGE
 
         if not self.folder:
             raise ConfigError("folder is ''; expected the folder of a run, such as runs/NAME")

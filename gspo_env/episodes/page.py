@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PAGE = "view.html"
-"""Name of the page in the folder of a run."""
 MAX_METRICS = 1 << 28
 """Bytes of a file of metrics that is read."""
 _MAX_TEXT = 1 << 20

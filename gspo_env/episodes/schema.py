@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 FOLDER = "episodes"
 """Name of the folder in the run's folder."""
 TOKENS = "tokens.json"
+PAGE = "view.html"
+"""Name of the page in the folder of a run."""
 
 Phase = Literal["train", "eval", "greedy"]
 PHASES: tuple[Phase, ...] = typing.get_args(Phase)

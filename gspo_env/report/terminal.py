@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,56 @@ def closing(
         f"Evaluate:  gspo-env evaluate {run}",
         f"Resume:    gspo-env train --resume {run} --steps {2 * history[-1][0] or 1}",
     ]
+
+
+def results(history: History, split: object, skipped_demonstrations: int) -> list[str]:
+    """Returns what a finished run has reached, and what it has left out.
+
+    Args:
+        history: The metrics of every step.
+        split: The tasks of the evaluation.
+        skipped_demonstrations: Demonstrations of held-out tasks.
+    """
+
+    def total(name: str) -> float:
+        return sum(metrics.get(name, 0.0) for _, metrics in history)
+
+    evaluations = [metrics for _, metrics in history if "eval/success" in metrics]
+    first, last = evaluations[0], evaluations[-1]
+    lines = [
+        f"Success on {split}: {first['eval/success']:.1%} before training, "
+        f"{last['eval/success']:.1%} after (greedy {first['eval/success_greedy']:.1%} and "
+        f"{last['eval/success_greedy']:.1%})."
+    ]
+    if skipped := total("train/skipped_steps"):
+        lines.append(f"Optimiser steps skipped, because a number was not finite: {skipped:.0f}.")
+    redrawn = total("rollout/redrawn_tasks")
+    if redrawn or skipped_demonstrations:
+        lines.append(
+            f"Held out for evaluation: {skipped_demonstrations} demonstrations skipped, "
+            f"{redrawn:.0f} training tasks redrawn."
+        )
+    return lines
+
+
+def summary(history: History, started: float) -> str:
+    """Returns what a run has reached and the command that started it, in Markdown.
+
+    Args:
+        history: The metrics of every step; empty at the start.
+        started: The start of the run, in seconds since 1970.
+    """
+    lines = []
+    if evaluations := [(step, m["eval/success"]) for step, m in history if "eval/success" in m]:
+        best_step, best = max(evaluations, key=lambda pair: pair[1])
+        last_step, last = evaluations[-1]
+        lines.append(
+            f"Success on held-out tasks: **{last:.1%}** after step {last_step}, "
+            f"{evaluations[0][1]:.1%} before training, best {best:.1%} after step {best_step}."
+        )
+        lines.append(f"Duration: {timedelta(seconds=round(time.time() - started))}.")
+    command = shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "gspo-env"), *sys.argv[1:]])
+    return "\n\n".join([*lines, f"    {command}\n"])
 
 
 def _better_checkpoint(history: History, folder: Path, tasks: int) -> list[str]:

@@ -22,6 +22,8 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 MODEL = "model"
 """The artifact folder of the trained model."""
+SUMMARY = "summary.md"
+"""The text that says what a run is and what it reached, in Markdown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

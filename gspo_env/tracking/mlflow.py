@@ -30,7 +30,7 @@ from annotated_types import Ge
 from gspo_env.errors import ConfigError, OutputError, TrackingError
 from gspo_env.redaction import redact_text
 from gspo_env.registry import check_values
-from gspo_env.tracking.base import MODEL, Input, Point, RunInfo, Status
+from gspo_env.tracking.base import MODEL, SUMMARY, Input, Point, RunInfo, Status
 from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.mlflow_traces import TraceWriter
 from gspo_env.tracking.traces import Trace
@@ -49,6 +49,15 @@ _MAX_INPUT_SOURCE = 65_535
 _KEY_REFUSED = re.compile(r"[^\w\-. /]")
 
 _KEY_TAG = "gspo_env.key"
+_KIND = {"mlflow.experimentKind": "custom_model_development"}
+"""Tag of a new experiment: it holds trainings, not traces of an application."""
+_VIEW = "workflowType=machine_learning"
+"""Opens the pages for training; MLflow 3 opens those for applications by default."""
+_FIRST = {"eval/success": "Success/evaluation", "rollout/success": "Success/training"}
+"""Metrics with a second name, with which MLflow's charts, sorted by name, begin."""
+_RESULT = re.compile("/(success|outcome|return|reward)|^Success/")
+"""Metrics that are recorded even if they are 0; others from the first other value on, since most
+count faults that never happen."""
 _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -69,8 +78,9 @@ _OTHER_KINDS = ("postgresql", "mysql", "mssql", "databricks", "databricks-uc", "
 class MLflow:
     """Records in MLflow."""
 
-    experiment: str = "gspo_env"
-    """The experiment that the run belongs to; created if it does not exist."""
+    experiment: str = ""
+    """The experiment that the run belongs to, created if it does not exist; by default
+    `MLFLOW_EXPERIMENT_NAME` or `MLFLOW_EXPERIMENT_ID`, else gspo_env."""
     run_name: str = ""
     """Name of the run; by default that of its folder."""
     tracking_uri: str = ""
@@ -98,10 +108,6 @@ class MLflow:
         if self.register and (not self.register.strip() or set(self.register) & set("/:")):
             raise ConfigError(
                 f"tracker.register is {self.register!r}; expected a name without / and :"
-            )
-        if not self.experiment.strip():
-            raise ConfigError(
-                f"tracker.experiment is {self.experiment!r}; expected a name, such as 'gspo_env'"
             )
 
     @property
@@ -138,6 +144,8 @@ class _Run:
     artifacts: str
     """Address of its artifacts."""
     traces: TraceWriter
+    metrics: set[str]
+    """Names of the metrics that it has."""
 
 
 class MLflowTracker:
@@ -164,17 +172,22 @@ class MLflowTracker:
         from mlflow.entities import Metric
 
         run = self._opened
-        metrics = [
-            Metric(_key(name), value, point.time, point.step)
-            for point in points
-            for name, value in point.metrics.items()
-        ]
+        metrics = []
+        for point in points:
+            first = {_FIRST[name]: value for name, value in point.metrics.items() if name in _FIRST}
+            for name, value in {**first, **point.metrics}.items():
+                if value or name in run.metrics or _RESULT.search(name):
+                    run.metrics.add(name)
+                    metrics.append(Metric(_key(name), value, point.time, point.step))
         for start in range(0, len(metrics), _METRICS_PER_BATCH):
             run.client.log_batch(run.run_id, metrics=metrics[start : start + _METRICS_PER_BATCH])
 
     def text(self, name: str, text: str) -> None:
-        """Stores `text` as the artifact `name`, such as "episodes/step-10.txt"."""
-        self._opened.client.log_text(self._opened.run_id, text, name)
+        """Stores `text` as the artifact `name`; the summary becomes the description of the run."""
+        run = self._opened
+        if name == SUMMARY:
+            run.client.set_tag(run.run_id, "mlflow.note.content", text[:_MAX_TAG_VALUE])
+        run.client.log_text(run.run_id, text, name)
 
     def artifact(self, path: Path, folder: str = "") -> None:
         """Stores a file or the files of a folder under the artifact folder `folder`."""
@@ -231,16 +244,16 @@ class MLflowTracker:
 
     @property
     def how_to_look(self) -> str:
-        """Returns the run's page on a tracking server, or the command that shows a local store."""
-        uri = self._settings.address
-        if not uri:
-            return "mlflow ui"
+        """Returns the address of the run, and the command that shows a local store."""
+        uri, command = self._settings.address, ""
         if not uri.startswith(("http://", "https://")):
-            return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+            command = f"mlflow ui{f' --backend-store-uri {shlex.quote(uri)}' if uri else ''}"
+            uri = "http://127.0.0.1:5000"
         if self._run is None:
-            return uri
+            return command or uri
         place = f"experiments/{self._run.experiment_id}/runs/{self._run.run_id}"
-        return f"{uri.rstrip('/')}/#/{place}"
+        address = f"{uri.rstrip('/')}/#/{place}?{_VIEW}"
+        return f"{command}, then {address}" if command else address
 
     @property
     def _opened(self) -> _Run:
@@ -275,16 +288,20 @@ def _open_run(settings: MLflow, info: RunInfo, *, search: bool) -> _Run:
     if not run_id or not _resume(client, run_id):
         run_id = _create_run(client, experiment_id, settings, info)
         _log_params(client, run_id, info)
+    run = client.get_run(run_id)
     return _Run(
         client=client,
         run_id=run_id,
-        experiment_id=experiment_id,
-        artifacts=str(client.get_run(run_id).info.artifact_uri),
-        traces=TraceWriter(client, experiment_id, run_id, info.key),
+        experiment_id=run.info.experiment_id,
+        artifacts=str(run.info.artifact_uri),
+        traces=TraceWriter(client, run.info.experiment_id, run_id, info.key),
+        metrics=set(run.data.metrics),
     )
 
 
 def _create_run(client: MlflowClient, experiment_id: str, settings: MLflow, info: RunInfo) -> str:
+    """Creates the run, or takes the one of `MLFLOW_RUN_ID` if no other training has it."""
+    from mlflow.entities import RunTag
     from mlflow.tracking.context.registry import resolve_tags
 
     tags = {**info.tags, _KEY_TAG: info.key, "folder": str(info.folder.absolute())}
@@ -293,6 +310,11 @@ def _create_run(client: MlflowClient, experiment_id: str, settings: MLflow, info
         if not tags["mlflow.parentRunId"]:
             raise TrackingError("the run of the comparison has not begun yet")
     tags = {_key(name): str(value)[:_MAX_TAG_VALUE] for name, value in tags.items()}
+    run_id = "" if info.parent else os.environ.get("MLFLOW_RUN_ID", "")
+    if run_id and client.get_run(run_id).data.tags.get(_KEY_TAG, info.key) == info.key:
+        _resume(client, run_id)
+        client.log_batch(run_id, tags=[RunTag(*tag) for tag in tags.items()])
+        return run_id
     run = client.create_run(
         experiment_id,
         start_time=int(info.started * 1000),
@@ -355,8 +377,14 @@ def _link(path: Path, address: str, folder: str) -> bool:
 
 
 def _experiment_id(client: MlflowClient, name: str) -> str:
+    name = name.strip() or os.environ.get("MLFLOW_EXPERIMENT_NAME", "")
+    if not name and (experiment_id := os.environ.get("MLFLOW_EXPERIMENT_ID", "")):
+        return experiment_id
+    name = name or "gspo_env"
     experiment = client.get_experiment_by_name(name)
-    return str(experiment.experiment_id if experiment else client.create_experiment(name))
+    return str(
+        experiment.experiment_id if experiment else client.create_experiment(name, tags=_KIND)
+    )
 
 
 def _cut(text: str) -> str:

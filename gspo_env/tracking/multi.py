@@ -52,7 +52,7 @@ class MultiTracker:
             MissingExtraError: A tracker's package is not installed.
             OutputError: A file cannot be written in the run's folder.
         """
-        self.folder, self._names = run.folder, list(choices)
+        self.folder, self.started, self._names = run.folder, run.started, list(choices)
         self._queues: dict[str, TrackerQueue] = {}
         self._errors = defaultdict[str, list[str]](list)
         self._late: dict[str, str] = {}
@@ -265,8 +265,8 @@ def combine(names: str) -> type[Any]:
     """Makes the settings class of several trackers: a dataclass with one field for each.
 
     Example:
-        >>> combine("mlflow,none")().mlflow.experiment
-        'gspo_env'
+        >>> combine("mlflow,none")().mlflow.traces
+        1
 
     Raises:
         ConfigError: A name is unknown or repeated.

@@ -47,7 +47,7 @@ def test_a_run_that_ended_without_its_server_is_sent_later_with_its_own_times(mo
 
     folder = untracked(monkeypatch)
     main(["sync", str(folder)])
-    assert "Sent. Tracked: mlflow ui" in capsys.readouterr().out
+    assert "Sent. Tracked: mlflow ui, then http" in capsys.readouterr().out
     client = MlflowClient()
     experiment = client.get_experiment_by_name("gspo_env")
     (run,) = client.search_runs([experiment.experiment_id])

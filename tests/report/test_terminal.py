@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gspo_env.config import Config
-from gspo_env.report.terminal import closing, opening, sparkline
+from gspo_env.report.terminal import closing, opening, sparkline, summary
 
 HISTORY = [
     (0, {"eval/success": 0.04, "eval/return": 0.1}),
@@ -16,6 +16,16 @@ HISTORY = [
     (10, {"eval/success": 0.9, "eval/return": 0.8}),
     (20, {"eval/success": 0.7, "eval/return": 0.6}),
 ]
+
+
+def test_the_summary_names_first_last_and_best_success_and_the_command(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/a/bin/gspo-env", "train", "--env", "my env.py:E"])
+    assert summary([], 0) == "    gspo-env train --env 'my env.py:E'\n"
+    history = [(step, {"eval/success": value}) for step, value in ((0, 0.25), (1, 0.75), (2, 0.5))]
+    first, *_, command = summary([*history, (3, {"train/loss": 1.0})], 0).splitlines()
+    words = "**50.0%** after step 2, 25.0% before training, best 75.0% after step 1"
+    assert first == f"Success on held-out tasks: {words}."
+    assert command.startswith("    gspo-env train")
 
 
 def test_the_start_names_environment_model_device_length_folder_and_tracker():

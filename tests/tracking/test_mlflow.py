@@ -7,10 +7,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from mlflow.tracking import MlflowClient
 
 from gspo_env.errors import ConfigError
 from gspo_env.report.traces import traces
-from gspo_env.tracking.base import MODEL, Input, RunInfo
+from gspo_env.tracking.base import MODEL, SUMMARY, Input, RunInfo
 from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.mlflow import MLflow
 from gspo_env.tracking.multi import NON_FINITE, start
@@ -23,7 +24,8 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("mlflow")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        for name in ("TRACKING_URI", "EXPERIMENT_NAME", "EXPERIMENT_ID", "RUN_ID"):
+            patch.delenv(f"MLFLOW_{name}", raising=False)
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
         yield path
 
@@ -41,21 +43,15 @@ def begin(folder, tmp_path):
 
 def recorded(folder):
     """What the store has of the run in a folder."""
-    from mlflow.tracking import MlflowClient
-
     return MlflowClient().get_run(Received.load(folder, "mlflow").id)
 
 
 def read_artifact(folder, name):
-    from mlflow.tracking import MlflowClient
-
     path = MlflowClient().download_artifacts(recorded(folder).info.run_id, name)
     return Path(path).read_text(encoding="utf-8")
 
 
 def test_a_run_is_visible_with_the_default_store(folder, begin, tmp_path):
-    from mlflow.tracking import MlflowClient
-
     params = {"learner": {"rate": 1e-5}, "long": "x" * 7000, "odd:key": {"none": None}, "empty": {}}
     with begin(MLflow(experiment="default-store"), params=params, tags={"kind": "test"}) as tracker:
         tracker.log({"train/loss": 0.5, "eval/success": 1}, step=1)
@@ -63,7 +59,9 @@ def test_a_run_is_visible_with_the_default_store(folder, begin, tmp_path):
         tracker.text("episodes/step-1.txt", "héllo")
     assert (folder / "mlflow.db").is_file()
     assert (folder / "mlruns").is_dir()
-    assert tracker.how_to_look == "mlflow ui"
+    place = f"{recorded(tmp_path).info.experiment_id}/runs/{tracker.ids['mlflow']}"
+    address = f"http://127.0.0.1:5000/#/experiments/{place}?workflowType=machine_learning"
+    assert tracker.how_to_look == f"mlflow ui, then {address}"
     other = MLflow(tracking_uri=f"sqlite:///{tmp_path}/my runs.db").start(
         RunInfo(name="r", folder=tmp_path)
     )
@@ -77,7 +75,8 @@ def test_a_run_is_visible_with_the_default_store(folder, begin, tmp_path):
     assert run.data.params["odd_key.none"] == "None"
     assert run.data.params["empty"] == "{}"
     assert len(run.data.params["long"]) == 6000
-    assert run.data.metrics == {"train/loss": 0.25, "eval/success": 1.0, NON_FINITE: 1.0}
+    successes = {"eval/success": 1.0, "Success/evaluation": 1.0}
+    assert run.data.metrics == {"train/loss": 0.25, NON_FINITE: 1.0, **successes}
     history = MlflowClient().get_metric_history(run.info.run_id, "train/loss")
     assert [(point.step, point.value) for point in history] == [(1, 0.5), (2, 0.25)]
     assert read_artifact(tmp_path, "episodes/step-1.txt") == "héllo"
@@ -87,8 +86,6 @@ def test_a_run_is_visible_with_the_default_store(folder, begin, tmp_path):
 def test_files_and_folders_become_artifacts_and_the_model_where_it_is_wanted(
     begin, tmp_path, log_model
 ):
-    from mlflow.tracking import MlflowClient
-
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "weights.txt").write_text("1")
     (tmp_path / "a näme.txt").write_text("2")
@@ -119,6 +116,61 @@ def test_a_run_is_resumed_and_a_run_of_a_comparison_names_its_parent(begin, tmp_
     assert run.data.params == {"a": "1"}
     assert child.data.tags["mlflow.parentRunId"] == run.info.run_id
     assert child.info.run_name == "child"
+
+
+def test_counts_appear_with_their_first_event_and_results_even_at_zero(begin, tmp_path):
+    with begin() as tracker:
+        for step, errors in enumerate((0, 0, 2, 0)):
+            tracker.log({"eval/success": 0, "eval/env_errors": errors, "train/splits": 0}, step)
+    with begin(resume={"mlflow": ""}) as tracker:
+        tracker.log({"eval/env_errors": 0, "train/splits": 0}, 4)
+    run, client = recorded(tmp_path), MlflowClient()
+    assert run.data.metrics == {"eval/success": 0, "Success/evaluation": 0, "eval/env_errors": 0}
+    history = client.get_metric_history(run.info.run_id, "eval/env_errors")
+    assert [(point.step, point.value) for point in history] == [(2, 2), (3, 0), (4, 0)]
+
+
+def test_the_summary_is_the_description_and_a_new_experiment_is_marked_as_training(begin, tmp_path):
+    with begin(MLflow(experiment="marked")) as tracker:
+        tracker.text(SUMMARY, "Success: 75 %")
+    run, experiment = recorded(tmp_path), MlflowClient().get_experiment_by_name("marked")
+    assert run.data.tags["mlflow.note.content"] == "Success: 75 %"
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+
+
+@pytest.mark.parametrize("settings", [{}, {"experiment": "from-the-settings"}])
+@pytest.mark.parametrize("by", ["MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"])
+def test_the_experiment_of_the_environment_is_taken_unless_the_settings_name_one(
+    begin, tmp_path, monkeypatch, settings, by
+):
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("from-the-environment")
+    number = experiment.experiment_id if experiment else None
+    number = number or client.create_experiment("from-the-environment")
+    monkeypatch.setenv(by, number if by.endswith("ID") else "from-the-environment")
+    begin(MLflow(**settings)).finish()
+    name = client.get_experiment(recorded(tmp_path).info.experiment_id).name
+    assert name == settings.get("experiment", "from-the-environment")
+
+
+def test_the_run_of_the_environment_is_continued_by_one_training_only(begin, tmp_path, monkeypatch):
+    client = MlflowClient()
+    mine = client.create_run(client.create_experiment("pipeline"), run_name="mine")
+    client.log_param(mine.info.run_id, "data", "v1")
+    monkeypatch.setenv("MLFLOW_RUN_ID", mine.info.run_id)
+    (tmp_path / "child").mkdir()
+    with begin(params={"a": 1}, tags={"env": "x"}) as tracker:
+        tracker.log({"train/loss": 1.0}, 1)
+    begin(name="child", folder=tmp_path / "child", parent=tmp_path).finish()
+    (tmp_path / "second").mkdir()
+    begin(name="second", folder=tmp_path / "second", params={"a": 2}).finish()
+    run = recorded(tmp_path)
+    assert (run.info.run_id, run.info.run_name) == (mine.info.run_id, "mine")
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"data": "v1", "a": "1"}
+    assert (run.data.tags["env"], run.data.metrics) == ("x", {"train/loss": 1.0})
+    for folder in ("child", "second"):
+        assert recorded(tmp_path / folder).info.run_name == folder
 
 
 def played():
@@ -152,8 +204,6 @@ def played():
 
 
 def test_an_episode_is_a_trace_with_its_turns_tool_calls_tokens_times_and_tags(begin, tmp_path):
-    from mlflow.tracking import MlflowClient
-
     group = Group(task=played().task, episodes=(played(), played()))
     with begin() as tracker:
         for trace in traces(3, "train", {5: group}, 2):
@@ -191,8 +241,6 @@ def test_an_episode_is_a_trace_with_its_turns_tool_calls_tokens_times_and_tags(b
 
 
 def test_inputs_are_recorded_once_and_the_model_becomes_a_version_once(begin, tmp_path):
-    from mlflow.tracking import MlflowClient
-
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     source = {"env": "gspo/Lookup-v0", "arguments": {"api_key": "secret"}}
@@ -214,7 +262,6 @@ def test_inputs_are_recorded_once_and_the_model_becomes_a_version_once(begin, tm
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"experiment": " "}, r"tracker\.experiment"),
         ({"register": "policy", "log_model": False}, "log_model is false"),
         ({"register": "a/b"}, "a name without / and :"),
         ({"train_traces": -1}, "train_traces is -1"),
