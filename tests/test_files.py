@@ -106,7 +106,10 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-@pytest.mark.parametrize("command", ["view", "report", "diagnose", "resume", "sync"])
+@pytest.mark.parametrize(
+    "command",
+    ["view", "report", "diagnose", "resume", pytest.param("sync", marks=pytest.mark.slow)],
+)
 def test_a_damaged_file_of_a_run_is_no_traceback(run, capsys, command, name):
     (run / name.strip()).write_bytes(DAMAGE[name])
     with contextlib.suppress(SystemExit):

@@ -217,6 +217,7 @@ def use(agent):
     return timeless([*history, (0, agent.metrics())]), texts, acted
 
 
+@pytest.mark.slow
 def test_an_agent_does_the_same_in_a_notebook_whose_event_loop_runs():
     async def cell():
         return use(GSPOAgent(config=tiny(steps=2)))

@@ -256,6 +256,7 @@ def test_a_warm_up_whose_loss_has_not_fallen_by_its_middle_begins_again(rate, re
     assert steps == [*range(1, 21)] * restarts + [*range(1, 41)]
 
 
+@pytest.mark.slow
 def test_without_a_demonstrator_the_model_learns_to_end_its_turns():
     config = Tiny(hidden_size=32, demonstrations=200, imitation_steps=60)
     env = Mute()

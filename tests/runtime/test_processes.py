@@ -204,6 +204,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_of_a_comparison_end_with_it_busy_or_idle(tmp_path):
     (tmp_path / "main.py").write_text(COMPARE)
     command = [sys.executable, str(tmp_path / "main.py"), str(tmp_path)]

@@ -118,6 +118,7 @@ def test_a_run_that_plays_ahead_learns_from_tokens_of_known_versions():
     assert tasks_of("run")[5] == (15, [])
 
 
+@pytest.mark.slow
 def test_a_run_that_plays_ahead_resumes_what_was_in_flight_and_skips_no_task(tmp_path):
     GSPOAgent(config=config()).train()
     states = tasks_of("run")
