@@ -35,6 +35,7 @@ from gspo_env.episodes.writer import surplus
 from gspo_env.errors import OutputError
 from gspo_env.files import check_folder, read_file, write_file
 from gspo_env.redaction import redact_text
+from gspo_env.tracking.base import SUMMARY
 from gspo_env.tracking.jsonl import METRICS
 
 if TYPE_CHECKING:
@@ -202,6 +203,7 @@ def _facts(run: Path) -> dict[str, str]:
         "config": text("config.toml"),
         "warnings": text("warnings.txt"),
         "failure": text("first-environment-error.txt"),
+        "summary": text(SUMMARY),
     }
 
 

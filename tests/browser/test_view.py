@@ -47,7 +47,7 @@ def count(page):
 
 def test_the_page_of_a_run_opens_from_disk_filters_and_shows_an_episode(page, run):
     kept = read_episodes(run)
-    start(page, (run / "view.html").as_uri())
+    start(page, f"{(run / 'view.html').as_uri()}#summary")
     assert page.locator("h1").inner_text() == "run"
     assert page.locator("canvas").count() >= 5
     page.click("nav >> text=Episodes")
@@ -55,14 +55,43 @@ def test_the_page_of_a_run_opens_from_disk_filters_and_shows_an_episode(page, ru
     page.select_option("label:has-text('Played in') select", "train")
     page.wait_for_selector(f"output:has-text('18 of {len(kept)}'), output:has-text('12 of')")
     page.locator("[role=option]").first.click()
+    page.keyboard.press("1")
     name = page.locator("h2").inner_text().split()[-1]
     (record,) = [e for e in kept if e.episode == name]
     page.wait_for_selector("article")
     assert page.locator("article").count() == record.num_turns
     assert record.turns[0].observation in page.locator("article").first.inner_text()
-    assert f"ended by {record.stop_reason}" in page.locator(".end").inner_text()
+    assert "ended by the environment" in page.locator(".end").inner_text()
     page.fill("#search", "no task is called so")
     page.wait_for_selector("text=No episode is like this.")
+
+
+def test_the_page_opens_at_the_latest_group_whose_episodes_differ(page, tmp_path):
+    for step, successes in enumerate(((True, True), (True, False, True), (False, False))):
+        keep(tmp_path, step, *(episode(turn(), success=won) for won in successes))
+    start(page, write_page(tmp_path, tmp_path / "view.html").as_uri())
+    page.wait_for_selector("tbody")
+    marks = page.locator("thead .mark").all_inner_texts()
+    assert marks[:3] == ["✓", "✗", "✓"]
+    rows = page.locator("[role=option]")
+    assert ["".join(rows.nth(i).locator(".mark").all_inner_texts()) for i in range(3)] == [
+        *("✗✗", "✓✗✓", "✓✓")
+    ]
+    assert rows.nth(1).get_attribute("aria-selected") == "true"
+    rows.nth(1).locator(".mark").nth(2).click()
+    page.wait_for_selector("h2:has-text('train-1-0-2')")
+
+
+def test_the_header_names_what_was_trained_and_all_of_the_time(page, run):
+    (run / "summary.md").write_text("x\n\nDuration: 1:02:03.\n\n    gspo-env train --steps 2\n")
+    start(page, f"{write_page(run, run / 'header.html').as_uri()}#summary")
+    header = page.locator(".about").inner_text().replace("\n", " ")
+    for words in (
+        *("gspo/Lookup-v0", "tiny", "2 steps of 3 tasks with 3 episodes each, learning"),
+        *("Time 1 h 2 min", "Command gspo-env train --steps 2"),
+    ):
+        assert words in header
+    assert "rollouts" in page.locator(".facts").inner_text()
 
 
 def test_a_token_shows_its_exact_id_and_values(page, run):

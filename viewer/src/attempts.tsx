@@ -1,6 +1,6 @@
 import { useEffect, useState } from "preact/hooks";
 import { Action, Observation, Reward } from "./conversation";
-import { attempts, idOf, readEpisode, signed, type Episode, type Index } from "./data";
+import { attempts, endName, phaseName, readEpisode, signed, type Episode, type Index } from "./data";
 import { Mark } from "./list";
 
 const most = 16;
@@ -22,7 +22,7 @@ export function Attempts({ index, row, open }: { index: Index; row: number; open
   return (
     <div class="attempts">
       <p class="soft">
-        {own.length} attempt{own.length === 1 ? "" : "s"} of this group{all.length > own.length ? `, and ${all.length - own.length} of other steps at the same task` : ""}{all.length > most ? `; the first ${most} are shown` : ""}.
+        {own.length} episode{own.length === 1 ? "" : "s"} of this task{all.length > own.length ? `, and ${all.length - own.length} of other steps` : ""}{all.length > most ? `; the first ${most} are shown` : ""}.
       </p>
       <div class="scroll" tabIndex={0} role="region" aria-label="Attempts side by side">
         <table>
@@ -32,9 +32,9 @@ export function Attempts({ index, row, open }: { index: Index; row: number; open
               {rows.map((other) => (
                 <th scope="col" key={other} class={other === row ? "chosen" : ""}>
                   <button type="button" class="link" onClick={() => open(other)}>
-                    <Mark won={e.success[other]} /> {idOf(index, other)}
+                    <Mark won={e.success[other]} /> {own.includes(other) ? "" : `${phaseName(index.texts.phase[e.phase[other]])}, step ${e.step[other]}, `}Episode {e.member[other] + 1}
                   </button>
-                  <small>return {signed(e.total_reward[other])}, outcome {signed(e.outcome[other])}, {index.texts.stop_reason[e.stop_reason[other]]}</small>
+                  <small>return {signed(e.total_reward[other])}, outcome {signed(e.outcome[other])}, ended by {endName(index.texts.stop_reason[e.stop_reason[other]])}</small>
                 </th>
               ))}
             </tr>

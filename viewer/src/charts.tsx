@@ -1,31 +1,42 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import { short, type Index } from "./data";
+import { endName, percent, short, type Index } from "./data";
 
 const colours = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 const variable = (name: string) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 const panels: [string, string[]][] = [
-  ["Success", ["rollout/success", "eval/success", "eval/success_greedy"]],
-  ["Return", ["rollout/return", "eval/return"]],
-  ["Outcome", ["rollout/outcome", "eval/outcome"]],
-  ["Turns", ["rollout/turns", "eval/turns"]],
-  ["Groups without variance", ["rollout/zero_variance_groups"]],
+  ["Success", ["eval/success", "rollout/success", "eval/success_greedy"]],
+  ["Return (sum of the rewards)", ["eval/return", "rollout/return"]],
+  ["Outcome", ["eval/outcome", "rollout/outcome"]],
+  ["Turns of an episode", ["eval/turns", "rollout/turns"]],
+  ["Groups whose episodes have equal rewards", ["rollout/zero_variance_groups"]],
   ["Clipped tokens", ["train/clipped_fraction"]],
-  ["Entropy (nats)", ["train/entropy"]],
+  ["Entropy (nats per token)", ["train/entropy"]],
   ["Loss", ["train/loss"]],
   ["Gradient norm", ["train/grad_norm"]],
-  ["Engine and trainer apart (nats)", ["train/logprob_diff_max", "train/logprob_diff_mean"]],
+  ["Log-probability, engine minus trainer (nats)", ["train/logprob_diff_max", "train/logprob_diff_mean"]],
   ["Sampled tokens per second", ["rollout/tokens_per_second"]],
 ];
+const labels: Record<string, string> = { success: "", return: "", outcome: "", turns: "", success_greedy: ", greedy", logprob_diff_max: "largest", logprob_diff_mean: "mean" };
+const shares = /success|zero_variance_groups|clipped_fraction|rollout\/stop\//;
+
+// What a metric is called in a chart of several.
+function label(name: string): string {
+  const [section, ...rest] = name.split("/");
+  if (name.startsWith("rollout/stop/")) return endName(rest[1]);
+  if (name.startsWith("rollout/reward/")) return rest[1];
+  const end = labels[rest.join("/")] ?? rest.join("/");
+  return section === "eval" ? `evaluation${end}` : section === "rollout" ? `training${end}` : end;
+}
 
 export function Charts({ index, theme }: { index: Index; theme: string }) {
   const known = Object.keys(index.points).sort();
   const [chosen, choose] = useState("");
   const stops = known.filter((name) => name.startsWith("rollout/stop/") && index.points[name][1].some((v) => v > 0));
   const parts = known.filter((name) => name.startsWith("rollout/reward/"));
-  const shown = [...panels.slice(0, 4), ["End reasons", stops], ["Parts of the reward", parts], ...panels.slice(4)] as [string, string[]][];
+  const shown = [...panels.slice(0, 4), ["Episodes ended by", stops], ["Parts of the reward", parts], ...panels.slice(4)] as [string, string[]][];
   return (
     <section aria-label="Curves">
       <div class="charts">
@@ -64,7 +75,7 @@ function Chart({ title, names, index, theme }: { title: string; names: string[];
     return steps.map((step) => found.get(step) ?? null);
   });
   const data = [steps, ...rows] as uPlot.AlignedData;
-  const label = (name: string) => name.replace(/^rollout\/(stop|reward)\//, "").replace("rollout/", "train: ").replace("eval/", "eval: ");
+  const form = names.every((name) => shares.test(name)) ? percent : short;
   useEffect(() => {
     const box = place.current!;
     const grid = { stroke: variable("--line"), width: 1 };
@@ -72,23 +83,24 @@ function Chart({ title, names, index, theme }: { title: string; names: string[];
     const made = new uPlot(
       {
         width: Math.max(200, box.clientWidth),
-        height: 170,
+        height: 188,
         scales: { x: { time: false, range: (_, low, high) => [low, Math.max(high, low + 1)] }, y: { range } },
         legend: { show: true, live: true },
         cursor: { points: { size: 6 }, y: false },
         axes: [
-          { ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], size: 26 },
-          { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => short(tick)) },
+          { ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], size: 24, label: "training step", labelSize: 18, labelFont: axis.font },
+          { ...axis, size: 58, values: (_, ticks) => ticks.map(form) },
         ],
         series: [
           { label: "step" },
           ...names.map((name, i) => ({
-            label: label(name),
+            label: names.length > 1 ? label(name) : "last",
             stroke: variable(colours[i % colours.length]),
-            width: 2,
+            width: i ? 1.5 : 2.5,
+            dash: i > 1 ? [6, 4] : undefined,
             spanGaps: true,
             points: { show: index.points[name][0].length < 25, size: 5 },
-            value: (_: uPlot, value: number | null, __: number, at: number | null) => (at === null ? short(index.points[name][1].at(-1)!) : value === null ? "" : short(value)),
+            value: (_: uPlot, value: number | null, __: number, at: number | null) => (at === null ? form(index.points[name][1].at(-1)!) : value === null ? "" : form(value)),
           })),
         ],
       },
@@ -96,7 +108,7 @@ function Chart({ title, names, index, theme }: { title: string; names: string[];
       box,
     );
     plot.current = made;
-    const watch = new ResizeObserver(() => made.setSize({ width: Math.max(200, box.clientWidth), height: 170 }));
+    const watch = new ResizeObserver(() => made.setSize({ width: Math.max(200, box.clientWidth), height: 188 }));
     watch.observe(box);
     return () => {
       watch.disconnect();
@@ -106,7 +118,7 @@ function Chart({ title, names, index, theme }: { title: string; names: string[];
   useEffect(() => plot.current?.setData(data), [index]);
   const said = names.map((name) => {
     const ys = index.points[name][1];
-    return `${label(name)} from ${short(ys[0])} to ${short(ys[ys.length - 1])}`;
+    return `${label(name)} from ${form(ys[0])} to ${form(ys[ys.length - 1])}`;
   });
   return (
     <figure class="chart">

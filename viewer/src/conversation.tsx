@@ -1,6 +1,6 @@
 import { useState } from "preact/hooks";
 import type { ComponentChildren } from "preact";
-import { seconds, signed, type Call, type Episode, type Index, type Message, type Turn } from "./data";
+import { endName, seconds, signed, type Call, type Episode, type Index, type Message, type Turn } from "./data";
 
 interface Piece {
   kind: "text" | "thought" | "call";
@@ -175,7 +175,7 @@ export function Conversation({ index, episode }: { index: Index; episode: Episod
       {episode.final && <Bubble role={last?.calls.length ? "tool" : "user"} name="after the last action"><pre>{episode.final}</pre></Bubble>}
       {episode.error && <details class="warning" open><summary>The environment failed</summary><pre>{episode.error}</pre></details>}
       <p class="end">
-        <b class={e.success[row] ? "won" : "lost"}>{e.success[row] === null ? "No verdict" : e.success[row] ? "Success" : "No success"}</b>: outcome {signed(e.outcome[row])}, return {signed(e.total_reward[row])}, ended by {index.texts.stop_reason[e.stop_reason[row]]}
+        <b class={e.success[row] ? "won" : "lost"}>{e.success[row] === null ? "No verdict" : e.success[row] ? "Success" : "No success"}</b>: outcome {signed(e.outcome[row])}, return {signed(e.total_reward[row])}, ended by {endName(index.texts.stop_reason[e.stop_reason[row]])}
       </p>
     </div>
   );

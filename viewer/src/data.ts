@@ -57,7 +57,7 @@ export interface Episode {
 type Column = "phase" | "step" | "env" | "seed" | "options" | "task_key" | "num_turns" | "num_sequences" | "total_reward" | "outcome" | "success" | "stop_reason" | "trained" | "redacted" | "group" | "member" | "tokens" | "block";
 
 export interface Index {
-  run: { name: string; config: string; warnings: string; failure: string };
+  run: { name: string; config: string; warnings: string; failure: string; summary: string };
   points: Record<string, [number[], number[]]>;
   texts: Record<"phase" | "env" | "options" | "task_key" | "stop_reason", (string | null)[]>;
   blocks: string[];
@@ -214,6 +214,61 @@ export function select(index: Index, filter: Filter): number[] {
   return rows.sort((a, b) => way * (column[a] - column[b]) || a - b);
 }
 
+// The episodes of each group, in the order of the rows.
+export function groupsOf(index: Index, rows: number[]): number[][] {
+  const { phase, step, group, member } = index.episodes;
+  const groups = new Map<string, number[]>();
+  for (const row of rows) {
+    const key = `${phase[row]} ${step[row]} ${group[row]}`;
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key)!.push(row);
+  }
+  return [...groups.values()].map((episodes) => episodes.sort((a, b) => member[a] - member[b]));
+}
+
+// Where the page opens: at the latest group whose episodes differ, in success or else in return.
+export function opening(index: Index): string {
+  const e = index.episodes;
+  const groups = groupsOf(index, select(index, everything));
+  const differs = (column: any[]) => groups.find((rows) => rows.some((row) => column[row] !== column[rows[0]]));
+  const group = differs(e.success) ?? differs(e.total_reward);
+  return group ? `attempts=${idOf(index, group[0])}` : "summary";
+}
+
+const phases: Record<string, string> = { train: "Training", eval: "Evaluation", greedy: "Greedy evaluation" };
+export const phaseName = (phase: string | null) => phases[phase!] ?? phase ?? "";
+
+const endings: Record<string, string> = {
+  terminated: "the environment",
+  truncated: "a limit of the environment",
+  max_turns: "the limit of turns",
+  max_turn_tokens: "the limit of tokens of a turn",
+  max_context: "the limit of the context",
+  timeout: "the time limit",
+  error: "an error of the environment",
+  invalid: "an invalid answer of the environment",
+  env_timeout: "a timeout of the environment",
+  crash: "a crash of the environment",
+};
+export const endName = (reason: string | null) => endings[reason!] ?? reason ?? "";
+
+export function titleOf(index: Index, row: number): string {
+  const { phase, step, member } = index.episodes;
+  return `${phaseName(index.texts.phase[phase[row]])}, step ${step[row]}, task ${taskOf(index, row)}, episode ${member[row] + 1}`;
+}
+
+// The value of a setting in the text of config.toml, such as learner.learning_rate.
+export function setting(config: string, name: string): string {
+  let section = "";
+  for (const line of config.split("\n")) {
+    const [, header] = /^\[(.*)\]$/.exec(line) ?? [];
+    if (header) section = `${header}.`;
+    const [, key, value] = /^(\w+) = (.*)$/.exec(line) ?? [];
+    if (key && section + key === name) return value.replace(/^"(.*)"$/, "$1");
+  }
+  return "";
+}
+
 // The other attempts at the task of an episode, its own group first.
 export function attempts(index: Index, row: number): number[] {
   const e = index.episodes;
@@ -229,12 +284,20 @@ export function attempts(index: Index, row: number): number[] {
 
 export function short(value: number): string {
   if (!Number.isFinite(value)) return String(value);
-  if (value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3)) return value.toExponential(2);
-  return String(+value.toPrecision(4));
+  if (value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3)) return value.toExponential(2).replace(/\.?0+e/, "e");
+  return String(+value.toPrecision(3));
+}
+
+// As Python writes it in the terminal: a tie goes to the even digit.
+export function percent(value: number): string {
+  const tenths = 1000 * value;
+  return `${((tenths % 1 === 0.5 ? 2 * Math.round(tenths / 2) : Math.round(tenths)) / 10).toFixed(1)}%`;
 }
 
 export function seconds(value: number): string {
-  return value < 1 ? `${short(+(1000 * value).toPrecision(3))} ms` : `${short(+value.toPrecision(3))} s`;
+  if (value >= 3600) return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
+  if (value >= 60) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  return value < 1 ? `${short(1000 * value)} ms` : `${short(value)} s`;
 }
 
 export const signed = (value: number) => (value > 0 ? "+" : "") + short(value);

@@ -1,7 +1,14 @@
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
-import { everything, idOf, short, taskOf, type Filter, type Index } from "./data";
+import { endName, everything, idOf, phaseName, short, taskOf, type Filter, type Index } from "./data";
 
 const height = 46;
+const most = 16;
+
+function span(values: number[]): string {
+  const [low, high] = [short(Math.min(...values)), short(Math.max(...values))];
+  return low === high ? low : `${low} to ${high}`;
+}
+
 const sorts: [string, string][] = [["step", "step"], ["task", "task"], ["total_reward", "return"], ["outcome", "outcome"], ["success", "success"], ["num_turns", "turns"], ["tokens", "sampled tokens"], ["stop_reason", "end reason"]];
 
 export function Filters({ index, filter, change, count }: { index: Index; filter: Filter; change: (filter: Filter) => void; count: number }) {
@@ -36,13 +43,12 @@ export function Filters({ index, filter, change, count }: { index: Index; filter
     </label>
   );
   const changed = JSON.stringify({ ...filter, sort: "", down: true }) !== JSON.stringify({ ...everything, sort: "" });
-  const names: Record<string, string> = { train: "training", eval: "evaluation", greedy: "evaluation, greedy" };
   return (
     <form class="filters" role="search" aria-label="Filter the episodes" onSubmit={(event) => event.preventDefault()}>
       <div class="row">
-        {choice("Played in", "phase", [["", "all"], ...index.texts.phase.map((p) => [p!, names[p!] ?? p!] as [string, string])])}
+        {choice("Played in", "phase", [["", "all"], ...index.texts.phase.map((p) => [p!, phaseName(p)] as [string, string])])}
         {choice("Success", "success", [["", "any"], ["true", "yes"], ["false", "no"]])}
-        {choice("Ended by", "stop", [["", "any"], ...index.texts.stop_reason.map((s) => [s!, s!] as [string, string])])}
+        {choice("Ended by", "stop", [["", "any"], ...index.texts.stop_reason.map((s) => [s!, endName(s)] as [string, string])])}
       </div>
       <div class="row">
         <label class="wide">
@@ -70,11 +76,12 @@ export function Filters({ index, filter, change, count }: { index: Index; filter
   );
 }
 
-export function List({ index, rows, chosen, open }: { index: Index; rows: number[]; chosen: number | null; open: (row: number) => void }) {
+// A row of the list has the episodes of one group.
+export function List({ index, groups, chosen, open }: { index: Index; groups: number[][]; chosen: number | null; open: (row: number) => void }) {
   const box = useRef<HTMLDivElement>(null);
   const [top, setTop] = useState(0);
   const [size, setSize] = useState(600);
-  const at = chosen === null ? -1 : rows.indexOf(chosen);
+  const at = chosen === null ? -1 : groups.findIndex((rows) => rows.includes(chosen));
   useEffect(() => {
     const watch = new ResizeObserver(() => setSize(box.current?.clientHeight ?? 600));
     watch.observe(box.current!);
@@ -87,14 +94,14 @@ export function List({ index, rows, chosen, open }: { index: Index; rows: number
     if ((at + 1) * height > element.scrollTop + element.clientHeight) element.scrollTop = (at + 1) * height - element.clientHeight;
   }, [at]);
   const first = Math.max(0, Math.floor(top / height) - 5);
-  const last = Math.min(rows.length, Math.ceil((top + size) / height) + 5);
+  const last = Math.min(groups.length, Math.ceil((top + size) / height) + 5);
   const e = index.episodes;
   const key = (event: KeyboardEvent) => {
     const page = Math.max(1, Math.floor(size / height) - 1);
-    const moves: Record<string, number> = { ArrowDown: at + 1, ArrowUp: at - 1, PageDown: at + page, PageUp: at - page, Home: 0, End: rows.length - 1 };
-    if (!(event.key in moves) || !rows.length) return;
+    const moves: Record<string, number> = { ArrowDown: at + 1, ArrowUp: at - 1, PageDown: at + page, PageUp: at - page, Home: 0, End: groups.length - 1 };
+    if (!(event.key in moves) || !groups.length) return;
     event.preventDefault();
-    open(rows[Math.min(rows.length - 1, Math.max(0, moves[event.key]))]);
+    open(groups[Math.min(groups.length - 1, Math.max(0, moves[event.key]))][0]);
   };
   return (
     <div
@@ -103,39 +110,44 @@ export function List({ index, rows, chosen, open }: { index: Index; rows: number
       role="listbox"
       tabIndex={0}
       aria-label="Episodes"
-      aria-activedescendant={at >= 0 ? `row-${chosen}` : undefined}
+      aria-activedescendant={at >= 0 ? `row-${at}` : undefined}
       onScroll={(event) => setTop(event.currentTarget.scrollTop)}
       onKeyDown={key}
     >
-      <div style={{ height: `${rows.length * height}px` }}>
-        {rows.slice(first, last).map((row, i) => {
-          const won = e.success[row];
+      <div style={{ height: `${groups.length * height}px` }}>
+        {groups.slice(first, last).map((rows, i) => {
+          const row = rows[0];
+          const place = first + i;
           return (
             <div
-              key={row}
-              id={`row-${row}`}
+              key={idOf(index, row)}
+              id={`row-${place}`}
               role="option"
-              aria-selected={row === chosen}
-              aria-posinset={first + i + 1}
-              aria-setsize={rows.length}
-              class={row === chosen ? "item chosen" : "item"}
-              style={{ top: `${(first + i) * height}px` }}
+              aria-selected={place === at}
+              aria-posinset={place + 1}
+              aria-setsize={groups.length}
+              class={place === at ? "item chosen" : "item"}
+              style={{ top: `${place * height}px` }}
               onClick={() => open(row)}
             >
-              <Mark won={won} />
               <span class="what">
-                <b>{index.texts.phase[e.phase[row]]} {e.step[row]}</b> task {taskOf(index, row)}
-                <small>
-                  return {short(e.total_reward[row])}, {e.num_turns[row]} turn{e.num_turns[row] === 1 ? "" : "s"}, {index.texts.stop_reason[e.stop_reason[row]]}
-                  {e.num_sequences[row] > 1 ? `, ${e.num_sequences[row]} sequences` : ""}
-                </small>
+                <b>{phaseName(index.texts.phase[e.phase[row]])}</b>, step {e.step[row]}
+                <small>task {taskOf(index, row)}, return {span(rows.map((r) => e.total_reward[r]))}, turns {span(rows.map((r) => e.num_turns[r]))}</small>
               </span>
-              <span class="id">{idOf(index, row)}</span>
+              <span class="marks">
+                {rows.length > most
+                  ? `${rows.filter((r) => e.success[r]).length} of ${rows.length}`
+                  : rows.map((r) => (
+                      <span key={r} class={r === chosen ? "on" : ""} title={`Episode ${e.member[r] + 1}`} onClick={(event) => (event.stopPropagation(), open(r))}>
+                        <Mark won={e.success[r]} />
+                      </span>
+                    ))}
+              </span>
             </div>
           );
         })}
       </div>
-      {rows.length === 0 && <p class="empty">No episode is like this.</p>}
+      {groups.length === 0 && <p class="empty">No episode is like this.</p>}
     </div>
   );
 }

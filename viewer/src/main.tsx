@@ -2,9 +2,9 @@ import { Component, render, type ComponentChildren } from "preact";
 import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { Attempts } from "./attempts";
 import { Conversation } from "./conversation";
-import { everything, idOf, readEpisode, readIndex, select, signed, taskOf, type Episode, type Filter, type Index } from "./data";
+import { endName, everything, groupsOf, idOf, opening, readEpisode, readIndex, select, signed, taskOf, titleOf, type Episode, type Filter, type Index } from "./data";
 import { Filters, List, Mark } from "./list";
-import { Summary } from "./summary";
+import { Header, Summary } from "./summary";
 import { Tokens } from "./tokens";
 import "./style.css";
 
@@ -34,7 +34,9 @@ function App({ index }: { index: Index }) {
   const [help, setHelp] = useState(false);
   const began = useRef(0);
 
-  const rows = useMemo(() => select(index, filter), [index, filter]);
+  const groups = useMemo(() => groupsOf(index, select(index, filter)), [index, filter]);
+  const rows = useMemo(() => groups.flat(), [groups]);
+  const start = useMemo(() => opening(index), [index]);
   const byId = useMemo(() => new Map(index.episodes.step.map((_, row) => [idOf(index, row), row])), [index]);
   const chosen = byId.get(id) ?? null;
   const view: View = (views as readonly string[]).includes(tab) ? (tab as View) : "conversation";
@@ -111,13 +113,14 @@ function App({ index }: { index: Index }) {
         <h1>{index.run.name}</h1>
         <nav aria-label="Views">
           <a href="#summary" aria-current={!listed ? "page" : undefined}>Summary</a>
-          <a href="#episodes" aria-current={listed ? "page" : undefined}>Episodes</a>
+          <a href={start === "summary" ? "#episodes" : `#${start}`} aria-current={listed ? "page" : undefined}>Episodes</a>
         </nav>
         <button type="button" class="icon" aria-label="Keys" aria-expanded={help} onClick={() => setHelp(!help)}>?</button>
         <button type="button" class="icon" id="theme" aria-label={`Change to ${theme === "dark" ? "light" : "dark"} colours`} onClick={() => setTheme(theme === "dark" ? "light" : "dark")}>
           {theme === "dark" ? "☀" : "☾"}
         </button>
       </header>
+      <Header index={index} />
       {help && <Keys />}
       {!listed ? (
         <Summary index={index} theme={theme} />
@@ -125,11 +128,11 @@ function App({ index }: { index: Index }) {
         <div class={chosen === null ? "split" : "split opened"}>
           <aside>
             <Filters index={index} filter={filter} change={change} count={rows.length} />
-            <List index={index} rows={rows} chosen={chosen} open={open} />
+            <List index={index} groups={groups} chosen={chosen} open={open} />
           </aside>
           <main tabIndex={-1}>
             {chosen === null ? (
-              <p class="empty">{id ? `The page has no episode ${id}.` : "Choose an episode, with the pointer or with j and k."}</p>
+              <p class="empty">{id ? `The page has no episode ${id}.` : "Select a task on the left, or press j."}</p>
             ) : (
               <Detail index={index} row={chosen} view={view} go={go} open={open} filter={(task) => change({ ...everything, task })} />
             )}
@@ -141,7 +144,7 @@ function App({ index }: { index: Index }) {
 }
 
 function Keys() {
-  const keys: [string, string][] = [["j k", "next, previous episode"], ["1 2 3", "conversation, tokens, attempts"], ["/", "search a task"], ["s e", "summary, episodes"], ["t", "dark or light"], ["← →", "from token to token, in the tokens"], ["Esc", "back to the list"]];
+  const keys: [string, string][] = [["j k", "next, previous episode"], ["1 2 3", "conversation, tokens, side by side"], ["/", "search a task"], ["s e", "summary, episodes"], ["t", "dark or light"], ["← →", "from token to token, in the tokens"], ["Esc", "back to the list"]];
   return (
     <dl class="keys">
       {keys.map(([name, what]) => (
@@ -175,11 +178,11 @@ function Detail({ index, row, view, go, open, filter }: { index: Index; row: num
       <div class="head">
         <button type="button" class="back" onClick={() => go("episodes")}>← Episodes</button>
         <h2>
-          <Mark won={e.success[row]} /> {id}
+          <Mark won={e.success[row]} /> {titleOf(index, row)} <small>{id}</small>
         </h2>
         <p class="soft">
-          {index.texts.env[e.env[row]]}, <button type="button" class="link" onClick={() => filter(String(e.seed[row]))}>task {taskOf(index, row)}</button>
-          {" "}· return {signed(e.total_reward[row])} · outcome {signed(e.outcome[row])} · {e.num_turns[row]} turns · {e.tokens[row]} sampled tokens · ended by {index.texts.stop_reason[e.stop_reason[row]]}
+          {index.texts.env[e.env[row]]}, <button type="button" class="link" onClick={() => filter(String(e.seed[row]))}>all episodes of task {taskOf(index, row)}</button>
+          {" "}· return {signed(e.total_reward[row])} · outcome {signed(e.outcome[row])} · {e.num_turns[row]} turns · {e.tokens[row]} sampled tokens · ended by {endName(index.texts.stop_reason[e.stop_reason[row]])}
           {e.num_sequences[row] > 1 ? ` · ${e.num_sequences[row]} token sequences` : ""} · {e.trained[row] ? "trained on" : "not trained on"}
         </p>
         <div role="tablist" aria-label="The episode">
@@ -221,6 +224,7 @@ readIndex().then(
   (index) => {
     root.textContent = "";
     document.title = `${index.run.name} · gspo_env`;
+    if (!location.hash) history.replaceState(null, "", `#${opening(index)}`);
     render(<Guard><App index={index} /></Guard>, root);
     document.documentElement.dataset.ready = performance.now().toFixed(0);
   },
