@@ -89,11 +89,21 @@ def use_ragged_attention(model: Any) -> None:
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, causal: bool
 ) -> Tensor:
-    """Runs `scaled_dot_product_attention` with grouped queries; (B, H, L, D) each."""
-    grouped = query.shape[1] != key.shape[1]
+    """Runs `scaled_dot_product_attention` with grouped queries; (B, H, L, D) each.
+
+    On a CPU it is float32 at least, because the kernel takes longer in half precision.
+    """
+    grouped, dtype = query.shape[1] != key.shape[1], query.dtype
+    if query.device.type == "cpu":
+        query, key, value = map(widened, (query, key, value))
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
+    ).to(dtype)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Converts to float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class PackedAttention:

@@ -18,7 +18,7 @@ from torch import Tensor
 from gspo_env.batch.prefix import Run
 from gspo_env.batch.upload import upload
 from gspo_env.model import flash as varlen
-from gspo_env.model.attention import PackedAttention, buckets, sdpa
+from gspo_env.model.attention import PackedAttention, buckets, sdpa, widened
 
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -155,24 +155,27 @@ def _paths(runs: Sequence[Run]) -> list[np.ndarray[Any, Any]]:
 
 
 class _Tree(torch.autograd.Function):
-    """Combines partial softmaxes; in the backward pass, each part gets the common normaliser."""
+    """Combines partial softmaxes; in the backward pass, each part gets the common normaliser.
+
+    The kernel runs in float32 at least, because it takes longer in half precision.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, tree: TreeAttention
     ) -> Tensor:
         groups = query.shape[1] // key.shape[1]
-        k, v = (_repeat(tensor, groups) for tensor in (key, value))
+        q, k, v = map(widened, (query, key, value))
+        k, v = _repeat(k, groups), _repeat(v, groups)
         parts = [
             _flash(*qkv, 0.0, True, scale=scale)
-            for qkv in zip(*(tree.padded(t) for t in (query, k, v)), strict=True)
+            for qkv in zip(*(tree.padded(t) for t in (q, k, v)), strict=True)
         ]
         out = tree.unpadded([part[0] for part in parts])
         norm = tree.unpadded([part[1][..., None] for part in parts])
-        out = out.to(norm.dtype)
         for later, run in tree.forks:
             part_out, part_norm = _flash(
-                _heads(query[later]), _heads(k[run]), _heads(v[run]), 0.0, False, scale=scale
+                _heads(q[later]), _heads(k[run]), _heads(v[run]), 0.0, False, scale=scale
             )
             part_out, part_norm = _tokens(part_out), _tokens(part_norm[..., None])
             total = torch.logaddexp(norm[later], part_norm)
@@ -186,24 +189,26 @@ class _Tree(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, norm = ctx.saved_tensors
-        tree, groups = ctx.tree, query.shape[1] // key.shape[1]
-        k, v = (_repeat(tensor, groups) for tensor in (key, value))
-        whole = (gradients[0], query, k, v, out, norm)
+        saved = (gradients[0], *ctx.saved_tensors)
+        grad, query, k, v, out, norm = map(widened, saved)
+        tree, groups, dtype = ctx.tree, query.shape[1] // k.shape[1], gradients[0].dtype
+        k, v = _repeat(k, groups), _repeat(v, groups)
+        whole = (grad, query, k, v, out, norm)
         parts = [
             _flash_backward(*row[:5], row[5][..., 0], 0.0, True, scale=ctx.scale)
             for row in zip(*(tree.padded(t) for t in whole), strict=True)
         ]
         d_query, d_key, d_value = (tree.unpadded([p[n] for p in parts]) for n in range(3))
         for later, run in tree.forks:
-            g, q, o, n = (_heads(t[later]) for t in (gradients[0], query, out, norm))
+            g, q, o, n = (_heads(t[later]) for t in (grad, query, out, norm))
             d_part = _flash_backward(
                 g, q, _heads(k[run]), _heads(v[run]), o, n[..., 0], 0.0, False, scale=ctx.scale
             )
             d_query[later] += _tokens(d_part[0])
             d_key[run] += _tokens(d_part[1])
             d_value[run] += _tokens(d_part[2])
-        return d_query, _sum(d_key, groups), _sum(d_value, groups), None, None
+        d_key, d_value = _sum(d_key, groups), _sum(d_value, groups)
+        return d_query.to(dtype), d_key.to(dtype), d_value.to(dtype), None, None
 
 
 def _heads(rows: Tensor) -> Tensor:

@@ -107,6 +107,32 @@ def test_a_worked_example(monkeypatch):
     assert [p.tolist() for p in tree.places] == [[0, 1, 2, 3, 4], [0, 1, 2, 5]]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("share", [False, True])
+def test_attention_in_half_precision_on_a_cpu_rounds_no_more_than_its_output(
+    grouped, share, window, dtype
+):
+    batch = pack(grouped, share=share)
+    generator = torch.Generator().manual_seed(0)
+    shape = len(batch.input_ids_T), 2, 8
+    values = [3 * torch.randn(*shape, generator=generator).to(dtype) for _ in range(4)]
+    attention = TreeAttention(batch.runs) if share else PackedAttention(batch.lengths_B)
+
+    def results(weight, *qkv):
+        qkv = [tensor.clone().requires_grad_() for tensor in qkv]
+        out = attention.attend(0, *qkv, 0.3, window)
+        out.backward(weight)
+        return [out.detach(), *(tensor.grad for tensor in qkv)]
+
+    half, exact = results(*values), results(*(tensor.float() for tensor in values))
+    assert torch.equal(half[0], exact[0].to(dtype))
+    for gradient, expected in zip(half[1:], exact[1:], strict=True):
+        assert gradient.dtype is dtype
+        gap = (gradient.float() - expected).norm()
+        assert gap <= torch.finfo(dtype).eps * expected.norm()
+
+
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_over_a_tree_is_that_of_each_sequence_alone(grouped, window, masked):

@@ -40,7 +40,8 @@ def steps(model, direct=None):
     for sizes in ({0: 40, 3: 7}, {0: 1, 3: 1}, {0: 3, 1: 150, 3: 1, 4: 1}, {0: 1, 1: 1, 4: 1}):
         feeds = [torch.randint(0, 90, (n,), generator=generator).tolist() for n in sizes.values()]
         starts = [lengths[slot] for slot in sizes]
-        logprobs.append(cache.forward(model, list(sizes), starts, feeds, direct).log_softmax(-1))
+        logits = cache.forward(model, list(sizes), starts, feeds, direct)
+        logprobs.append(logits.float().log_softmax(-1))
         for slot, size in sizes.items():
             lengths[slot] += size
     return torch.cat(logprobs)
@@ -57,6 +58,39 @@ def test_ragged_steps_have_the_log_probabilities_of_the_models_modules(make, fus
     assert start_direct(model) is not None
     direct = DirectForward(model, fused=fused)
     torch.testing.assert_close(steps(model, direct), steps(model), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("make", [llama, qwen2])
+def test_a_bfloat16_model_is_computed_no_less_exactly_than_by_its_modules(make, fused, dtype):
+    torch.manual_seed(0)
+    model = make().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.1)
+    model = model.bfloat16()
+    use_ragged_attention(model)
+    exact = steps(copy.deepcopy(model).float())
+    direct = DirectForward(model, fused=fused, dtype=dtype)
+    for _ in range(2):
+        error = (steps(model, direct) - exact).abs().mean()
+        assert error <= 1.1 * (steps(model) - exact).abs().mean()
+        with torch.no_grad():  # copies follow the weights
+            model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
+        exact = steps(copy.deepcopy(model).float())
+
+
+def test_the_faster_arithmetic_of_a_bfloat16_model_is_measured_and_logged(monkeypatch, caplog):
+    model = llama().bfloat16()
+    use_ragged_attention(model)
+    with caplog.at_level("INFO"):
+        for own, other, expected in ((1.0, 2.0, torch.bfloat16), (2.0, 1.0, torch.float32)):
+            seconds = {torch.bfloat16: own, torch.float32: other}
+            monkeypatch.setattr(
+                DirectForward, "layer_seconds", lambda self, rows, s=seconds: s[self.dtype]
+            )
+            assert start_direct(model).dtype is expected
+            assert f"the engine computes in {str(expected)[6:]}" in caplog.messages[-1]
 
 
 def test_the_default_model_runs_directly_and_new_weights_count_at_once(model):
@@ -102,6 +136,7 @@ def test_a_pass_with_other_numbers_is_refused_and_said(model, monkeypatch, caplo
 
 
 def test_numbers_of_rows_are_rounded_to_few():
-    values = {rounded(n) for n in range(1, 8193)}
-    assert len(values) < 60
+    values = {rounded(n, least) for n in range(1, 8193) for least in (1, 16)}
+    assert len(values) < 64
+    assert [rounded(n, 1) for n in (1, 2, 3, 9, 17)] == [1, 2, 4, 16, 32]
     assert all(n <= rounded(n) <= max(1.126 * n, n + 15) for n in range(1, 8193))

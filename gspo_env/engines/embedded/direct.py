@@ -1,18 +1,23 @@
-"""The forward pass of a Llama-like model in float32 on a CPU, without its modules.
+"""The forward pass of a Llama-like model on a CPU, without its modules.
 
 A model of less than a million parameters spends much of its time between its matrix products: in
 the calls of its modules, and in tensors for each operation of a norm or an activation. The products
 of PyTorch are those of MKL, which uses half of the vector width of some processors with AVX-512.
 There, each product is one call of oneDNN, with the activation, product or sum that follows it.
-The weights are the model's own; nothing is copied.
+Products in float32 read the model's own weights. Those in bfloat16 read copies in the order of the
+kernels, which oneDNN otherwise makes for each product of a few rows. Where a processor is slow in
+bfloat16, they read copies in float32.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
@@ -20,6 +25,7 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from gspo_env.engines.embedded.kv_cache import KVCache
 from gspo_env.errors import above
 from gspo_env.model.attention import Ragged
+from gspo_env.model.threads import is_small
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +33,11 @@ _PLAIN = {f"transformers.models.{m}.modeling_{m}" for m in ("llama", "qwen2", "q
 """Modules of the models that the pass is written for."""
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles follow from the position alone."""
-_BOUND = 1e-4
-"""Largest difference of a log-probability, in nats, from the model's own pass."""
+_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.3}
+"""Largest difference of a log-probability, in nats, from the model's own pass; the mean over ids in
+bfloat16, where another order of sums rounds single ids by more."""
+_ROWS, _RUNS = 16, 8
+"""Rows and runs of the measurement of an arithmetic."""
 _MANY = 128
 """Rows from which a number of rows is rounded up by an eighth at most."""
 
@@ -39,11 +48,23 @@ class DirectForward:
     Args:
         model: The model.
         fused: Whether products are those of oneDNN; by default where the processor has AVX-512.
+        dtype: That of the arithmetic, float32 or the model's own, which is the default.
     """
 
-    def __init__(self, model: Any, *, fused: bool | None = None) -> None:
-        wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-        self._products = _Fused() if (wide if fused is None else fused) else _Products()
+    def __init__(
+        self, model: Any, *, fused: bool | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        if fused is None:
+            fused = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+        self.dtype = dtype or model.dtype
+        convert: Callable[[Tensor], Tensor] | None = None
+        if self.dtype is not model.dtype:
+            convert = Tensor.float
+        elif fused and self.dtype is not torch.float32 and _fits_twice(model):
+            convert = _packed
+        self._weights = _Weights(convert)
+        least = 16 if is_small(model) else 1
+        self._products = _Fused(self._weights, least) if fused else _Products(self._weights)
         self._model, self._body = model, model.model
         self._eps = float(model.config.rms_norm_eps)
         self._size = int(self._body.layers[0].self_attn.head_dim)
@@ -53,13 +74,15 @@ class DirectForward:
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """Returns whether this is a plain float32 model on a CPU."""
+        """Returns whether this is a plain model on a CPU, in float32 or bfloat16."""
         kind = type(model)
         if kind.__module__ not in _PLAIN or not kind.__name__.endswith("ForCausalLM"):
             return False
+        if model.dtype not in _BOUND:
+            return False
         for parameter in model.parameters():
             # a shard and a quantised weight have other types
-            if type(parameter) is not nn.Parameter or parameter.dtype is not torch.float32:
+            if type(parameter) is not nn.Parameter or parameter.dtype is not model.dtype:
                 return False
         if next(model.parameters()).device.type != "cpu":
             return False
@@ -77,6 +100,20 @@ class DirectForward:
         """Whether the model's modules have no hooks, which this pass would not call."""
         return not any(self._hooks)
 
+    def forget(self) -> None:
+        """Drops copies of weights, which have changed."""
+        self._weights.forget()
+
+    def layer_seconds(self, rows: int) -> float:
+        """Returns the shortest time of a few runs of the products of the first layer's MLP."""
+        mlp = self._body.layers[0]._modules["mlp"]._modules
+        x, seconds = torch.ones(rows, self._model.config.hidden_size, dtype=self.dtype), []
+        for _ in range(_RUNS):
+            started = time.perf_counter()
+            self._products.add(mlp["down_proj"], self._products.gated(mlp, x), x)
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
     def __call__(self, ids_T: Tensor, positions_T: Tensor, last_B: Tensor, step: Ragged) -> Tensor:
         """Returns the logits of the last token of each row, (B, V).
 
@@ -87,7 +124,7 @@ class DirectForward:
             step: The attention over the cache.
         """
         count, products = len(ids_T), self._products
-        h = embedding(products.padded(ids_T), self._body.embed_tokens.weight)
+        h = embedding(products.padded(ids_T), self._body.embed_tokens.weight).to(self.dtype)
         angles, last = self._angles_of(positions_T), len(self._body.layers) - 1
         # an attribute of a module takes several times as long as an item of its dictionary
         for number, layer in enumerate(self._body.layers):
@@ -105,7 +142,7 @@ class DirectForward:
         return products.plain(self._model.lm_head, self._norm(self._body.norm, h))[: len(last_B)]
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
-        return rms_norm(x, x.shape[-1:], module._parameters["weight"], self._eps)
+        return rms_norm(x, x.shape[-1:], self._weights.of(module)[0], self._eps)
 
     def _heads(self, attention: Any, name: str, x: Tensor, count: int, angles_T: Tensor) -> Tensor:
         """Returns queries, keys or values, (T, H, D); the first two normed and rotated."""
@@ -127,12 +164,60 @@ class DirectForward:
             cos, sin = self._body.rotary_emb(torch.empty(0), torch.arange(2 * longest)[None])
             sin = sin[0].clone()
             sin[:, : self._size // 2].neg_()
-            self._angles = torch.stack([cos[0], sin], 1)
+            self._angles = torch.stack([cos[0], sin], 1).to(self.dtype)
         return self._angles.index_select(0, positions_T)
+
+
+class _Weights:
+    """The model's weights, or copies of them.
+
+    Args:
+        convert: Makes the copies; None for the weights themselves.
+    """
+
+    def __init__(self, convert: Callable[[Tensor], Tensor] | None) -> None:
+        self._convert = convert
+        self._copies: dict[int, tuple[int, Tensor]] = {}
+
+    def of(self, module: Any) -> tuple[Tensor, Tensor | None]:
+        """Returns the weight and the bias of a linear module or a norm."""
+        parameters = module._parameters
+        weight, bias = parameters["weight"], parameters.get("bias")
+        if self._convert is None:
+            return weight, bias
+        return self._copy(weight), None if bias is None else self._copy(bias)
+
+    def _copy(self, weight: Tensor) -> Tensor:
+        version, copied = self._copies.get(id(weight), (-1, weight))
+        if version != weight._version:
+            copied = self._convert(weight.detach())  # type: ignore[misc]
+            self._copies[id(weight)] = weight._version, copied
+        return copied
+
+    def forget(self) -> None:
+        """Drops the copies."""
+        self._copies.clear()
+
+
+def _packed(weight: Tensor) -> Tensor:
+    """Returns a matrix in the order of oneDNN's kernels; a vector as it is."""
+    if weight.dim() == 1:
+        return weight
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return packed
+
+
+def _fits_twice(model: Any) -> bool:
+    """Returns whether copies of all weights take at most half of the free memory."""
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    return bool(2 * size < psutil.virtual_memory().available)
 
 
 class _Products:
     """Products of PyTorch, with each activation and sum in an operation of its own."""
+
+    def __init__(self, weights: _Weights) -> None:
+        self._of = weights.of
 
     def padded(self, rows: Tensor) -> Tensor:
         """Returns the rows, perhaps with zeros behind them."""
@@ -140,11 +225,11 @@ class _Products:
 
     def plain(self, module: Any, x: Tensor) -> Tensor:
         """Returns the output of a linear module."""
-        return linear(x, *_weights(module))
+        return linear(x, *self._of(module))
 
     def add(self, module: Any, x: Tensor, other: Tensor) -> Tensor:
         """Returns the sum of the output and another tensor."""
-        weight, bias = _weights(module)
+        weight, bias = self._of(module)
         if bias is None:
             return torch.addmm(other, x, weight.t())
         return linear(x, weight, bias).add_(other)
@@ -158,34 +243,31 @@ class _Products:
 class _Fused(_Products):
     """Products of oneDNN together with what follows them."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: _Weights, least: int) -> None:
+        super().__init__(weights)
+        self._least = least
         self._linear: Any = torch.ops.mkldnn._linear_pointwise.default
         self._binary: Any = torch.ops.mkldnn._linear_pointwise.binary
 
     def padded(self, rows: Tensor) -> Tensor:
         # oneDNN compiles a kernel for each number of rows, so they are few
-        padding = rounded(len(rows)) - len(rows)
+        padding = rounded(len(rows), self._least) - len(rows)
         if not padding:
             return rows
         return torch.cat([rows, rows.new_zeros(padding, *rows.shape[1:])])
 
     def plain(self, module: Any, x: Tensor) -> Tensor:
-        out: Tensor = self._linear(x, *_weights(module), "none", [], "")
+        out: Tensor = self._linear(x, *self._of(module), "none", [], "")
         return out
 
     def add(self, module: Any, x: Tensor, other: Tensor) -> Tensor:
-        out: Tensor = self._binary(x, other, *_weights(module), "add")
+        out: Tensor = self._binary(x, other, *self._of(module), "add")
         return out
 
     def gated(self, mlp: Any, x: Tensor) -> Tensor:
-        gate = self._linear(x, *_weights(mlp["gate_proj"]), "swish", [1.0], "")
-        out: Tensor = self._binary(x, gate, *_weights(mlp["up_proj"]), "mul")
+        gate = self._linear(x, *self._of(mlp["gate_proj"]), "swish", [1.0], "")
+        out: Tensor = self._binary(x, gate, *self._of(mlp["up_proj"]), "mul")
         return out
-
-
-def _weights(module: Any) -> tuple[Tensor, Tensor | None]:
-    parameters = module._parameters
-    return parameters["weight"], parameters["bias"]
 
 
 def start_direct(model: Any) -> DirectForward | None:
@@ -196,22 +278,44 @@ def start_direct(model: Any) -> DirectForward | None:
     if not DirectForward.fits(model):
         return None
     try:
-        direct = DirectForward(model)
+        direct = _fastest(model)
         difference = _difference(model, direct)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AttributeError, TypeError) as error:  # another version of a library
         logger.warning("the model runs with its own modules: the direct pass fails with %s", error)
         return None
-    if not difference <= _BOUND:
+    bound = _BOUND[model.dtype]
+    if not difference <= bound:
         logger.warning(
             "the model runs with its own modules: the direct pass changes log-probabilities by "
             "%s, expected at most %g",
-            above(difference, _BOUND),
-            _BOUND,
+            above(difference, bound),
+            bound,
         )
         return None
     return direct
+
+
+@torch.inference_mode()
+def _fastest(model: Any) -> DirectForward:
+    """Returns the pass whose arithmetic is the faster one on this processor."""
+    plain = DirectForward(model)
+    if plain.dtype is torch.float32 or not _fits_twice(model):
+        return plain
+    wide = DirectForward(model, dtype=torch.float32)
+    seconds, wide_seconds = (direct.layer_seconds(_ROWS) for direct in (plain, wide))
+    fastest = plain if seconds <= wide_seconds else wide
+    logger.info(
+        "the engine computes in %s: %d rows take %.2f ms through the MLP of a layer in %s, "
+        "%.2f ms in float32",
+        *(_name(fastest.dtype), _ROWS, 1e3 * seconds, _name(plain.dtype), 1e3 * wide_seconds),
+    )
+    return fastest
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _difference(model: Any, direct: DirectForward) -> float:
@@ -220,17 +324,20 @@ def _difference(model: Any, direct: DirectForward) -> float:
     gaps = []
     for starts, sizes in (([0, 0], [15, 9]), ([15, 9], [1, 5]), ([16, 14], [1, 1])):
         feeds = [rng.integers(0, model.config.vocab_size, size).tolist() for size in sizes]
-        expected = caches[0].forward(model, [0, 1], starts, feeds).log_softmax(-1)
+        expected = caches[0].forward(model, [0, 1], starts, feeds)
         logits = caches[1].forward(model, [0, 1], starts, feeds, direct)
-        gaps.append((expected - logits.log_softmax(-1)).abs().max())
+        gap = (expected.float().log_softmax(-1) - logits.float().log_softmax(-1)).abs()
+        gaps.append(gap.max() if model.dtype is torch.float32 else gap.mean())
     return float(torch.stack(gaps).max())
 
 
-def rounded(count: int) -> int:
+def rounded(count: int, least: int = 16) -> int:
     """Returns a number of rows that is not smaller, of which there are few.
 
-    Below 128 these are the multiples of 16; above, there are eight between a power of two and the
-    next.
+    Up to 16 these are the powers of two from `least`, up to 128 the multiples of 16; above, there
+    are eight between a power of two and the next.
     """
+    if count <= 16:
+        return max(least, 1 << (count - 1).bit_length())
     step = 16 if count <= _MANY else 1 << (int(count - 1).bit_length() - 4)
     return -(-count // step) * step

@@ -117,6 +117,8 @@ class TransformersEngine(Engine):
         await self.drain()
         if self._direct is not None and not DirectForward.fits(self._model):
             self._direct = None  # such as after an adapter was added
+        if self._direct is not None:
+            self._direct.forget()
         self._sequences.clear()
         self.weights_version = version
 
@@ -126,6 +128,8 @@ class TransformersEngine(Engine):
         The next step computes the keys and values of each request anew.
         """
         self._sequences.forget()
+        if self._direct is not None:
+            self._direct.forget()
         for request in self._requests():
             request.versions.append((version, len(request.token_ids)))
         self.weights_version = version

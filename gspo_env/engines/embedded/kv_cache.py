@@ -26,7 +26,8 @@ class KVCache:
     """Keys and values of each layer, (S, H, capacity, D); the capacity grows when needed.
 
     On a CPU, the numbers of a key have a distance of `capacity` in memory. A product of a few
-    queries with such keys takes about half of the time.
+    queries with such keys takes about half of the time. Keys there are float32, because a product
+    rounds scores to the dtype of the keys.
     """
 
     def __init__(self, model: Any, slots: int, max_context: int) -> None:
@@ -109,7 +110,9 @@ class KVCache:
         values = like.new_zeros(self._slots, heads, self._capacity, size)
         if self._device.type != "cpu":
             return torch.zeros_like(values), values
-        return like.new_zeros(self._slots, heads, size, self._capacity).transpose(2, 3), values
+        wide = torch.promote_types(like.dtype, torch.float32)
+        keys = like.new_zeros(self._slots, heads, size, self._capacity, dtype=wide)
+        return keys.transpose(2, 3), values
 
     def _reserve(self, length: int) -> None:
         """Lets slots hold this many tokens; little more, because idle places spread the keys."""
@@ -119,7 +122,7 @@ class KVCache:
         more = max(length, before + before // 4)
         self._capacity = min(-(-more // _PLACES) * _PLACES, self._max_context)
         for index, layer in self._layers.items():
-            self._layers[index] = self._allocate(layer[0].shape[1], layer[0])
+            self._layers[index] = self._allocate(layer[1].shape[1], layer[1])
             for new, old in zip(self._layers[index], layer, strict=True):
                 new[:, :, :before] = old
 
@@ -161,6 +164,7 @@ class _Step:
         """See `Ragged.attend`."""
         keys, values = self._cache.layer(layer, key)
         for cached, new in ((keys, key), (values, value)):
+            new = new.to(cached.dtype)
             cached.transpose(1, 2).index_put_((self._slot_T, self.positions_T), new)
         return self._queries.attend(query, keys, values, scale, window)
 
