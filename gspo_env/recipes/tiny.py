@@ -29,7 +29,7 @@ class Tiny(Recipe):
         "loss": {"clip_low": 0.03, "clip_high": 0.05},
         "learner": {
             "learning_rate": 4e-4,
-            "warmup_steps": 8,
+            "warmup_steps": 16,
             "schedule": "cosine",
             "max_grad_norm": 0.1,
         },
