@@ -29,6 +29,7 @@ from gspo_env.errors import ConfigError
 
 BUILTIN: dict[str, dict[str, str]] = {
     "advantage": {
+        "distillation": "gspo_env.training.distillation:Distillation",
         "gigpo": "gspo_env.credit.estimators:GiGPO",
         "group_gae": "gspo_env.credit.estimators:GroupGAE",
         "normalize_then_accumulate": "gspo_env.credit.estimators:NormalizeThenAccumulate",

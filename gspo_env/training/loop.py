@@ -95,6 +95,8 @@ class Loop:
     history: History = field(default_factory=list)
     declared: Mapping[str, Score | None] = field(default_factory=dict)
     """The scores that environments declare, used if the config has none."""
+    estimator: Any = field(init=False)
+    """The estimator of the config, bound to its teacher if it has one."""
     score: Scores = field(init=False)
     """Which rewards the estimator learns from, in each environment."""
     step: int = 0
@@ -108,7 +110,10 @@ class Loop:
     _warned: bool = False
 
     def __post_init__(self) -> None:
-        """Chooses the score and builds the rollout buffer."""
+        """Chooses the score, lets the estimator load its teacher and builds the rollout buffer."""
+        self.estimator = self.config.advantage
+        if bind := getattr(self.estimator, "bind", None):
+            self.estimator = bind(self.learner, self.collector)
         setting = self.config.credit.score
         scores = self.declared if setting == "auto" else dict.fromkeys(self.weights, setting)
         self.score = Scores({name: ScoreChoice(name, scores.get(name)) for name in self.weights})
@@ -199,9 +204,8 @@ class Loop:
             if episodes:
                 played = EpisodeStats.of(episodes)
                 options = dict(groups[0].task.options)
-                result = StepResult(options, played.success, played.mean_return)
-                self.results.append(result)
-                metrics |= result.metrics()
+                self.results.append(StepResult(options, played.success, played.mean_return))
+                metrics |= self.results[-1].metrics()
         self.played += sum(len(group.episodes) for group in [*batch.groups, *batch.unused])
         return metrics
 
@@ -279,11 +283,11 @@ class Loop:
             seen: The groups whose episodes are new.
         """
         settings, scores = self.config.credit, {}
-        if getattr(self.config.advantage, "uses_score", True):
+        if getattr(self.estimator, "uses_score", True):
             if reason := self.score.see(seen):
                 self.reporter.scored(self.score.only, reason)
             scores = self.score.by_environment
-        credit = estimate(groups, self.config.advantage, settings, scores)
+        credit = estimate(groups, self.estimator, settings, scores)
         if credit.blind(groups) and not self._warned:
             self._warned = True
             logger.warning(
@@ -305,8 +309,7 @@ class Loop:
         seconds = time.perf_counter() - started
         probed = await check_sync(self.collector, self.learner, self.buffer.run)
         metrics = {"time/sync": seconds, **probed}
-        metrics |= self.collector.metrics()
-        return metrics | self.collector.engine.metrics()
+        return metrics | self.collector.metrics() | self.collector.engine.metrics()
 
     def _tasks(self, step: int) -> list[Task]:
         """Returns the tasks of a step, with the options that the curriculum chooses now."""
@@ -320,11 +323,9 @@ class Loop:
 
     def _is_flat(self, group: Group) -> bool:
         """Returns whether every advantage of a group is 0."""
-        scores = {}
-        if getattr(self.config.advantage, "uses_score", True):
-            choices = self.score.choices.items()
-            scores = {name: choice.score for name, choice in choices if choice.score is not None}
-        credit = estimate([group], self.config.advantage, self.config.credit, scores)
+        choices = self.score.choices.items()
+        scores = {name: choice.score for name, choice in choices if choice.score is not None}
+        credit = estimate([group], self.estimator, self.config.credit, scores)
         return credit.zero_variance_groups == 1.0
 
     def _samples(

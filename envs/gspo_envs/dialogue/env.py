@@ -88,6 +88,8 @@ class DialogueEnv(AnswerEnv):
             self._task = self.domain.draw(self.np_random)
         self._expected = self.domain.solve(self._task)
         self._pending = list(self._task.actions)
+        calls = [format_tool_call(call.name, call.arguments) for call in self._pending]
+        self.solution = "\n".join([f"The user says: {self._task.instructions}", *calls])
         self._matched: set[str] = set()
         self._changes: list[str] = []
         self._changed = self.domain.connection.total_changes

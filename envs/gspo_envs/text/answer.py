@@ -29,6 +29,8 @@ class TaskEnv(ToolEnv):
     gives_outcome = True
     credit_score = "turns"  # the rewards of turns contain the reward of success
     outcome: float = 0.0
+    solution: str | None = None
+    """Text of the solution, for a teacher that may read it; `draw` sets it."""
 
     @abstractmethod
     def draw(self, options: dict[str, Any]) -> str:
@@ -53,7 +55,8 @@ class TaskEnv(ToolEnv):
         super().reset(seed=seed, options=options)
         self.outcome = 0.0
         observation = self.draw(options or {})
-        return observation, {"state_key": self._state_key, "task_key": self._task_key}
+        info = {"state_key": self._state_key, "task_key": self._task_key}
+        return observation, info if self.solution is None else info | {"solution": self.solution}
 
     def step_info(self, terminated: bool, truncated: bool) -> dict[str, Any]:
         """Returns the state key and, at the end, the outcome."""
@@ -135,6 +138,11 @@ class ChainEnv(AnswerEnv):
     def _advance(self) -> float:
         self._progress += 1
         return 0.2
+
+    @property
+    def solution(self) -> str:  # type: ignore[override]
+        """The values of the chain."""
+        return f"The values are: {', '.join(map(str, self._values))}."
 
     @property
     def _remaining(self) -> int:

@@ -1,0 +1,203 @@
+"""On-policy distillation: the teacher's log-ratio as the advantage of each token."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gspo_env.batch.sample import Sample, to_samples
+from gspo_env.chat import ChatTokenizer
+from gspo_env.config import Config
+from gspo_env.credit.estimators import Outcome
+from gspo_env.errors import ConfigError, TrainingError
+from gspo_env.learner import GSPO, Learner, LearnerConfig
+from gspo_env.model.load import save_model
+from gspo_env.recipes.build import build_model, build_tokenizer
+from gspo_env.recipes.tiny import Tiny
+from gspo_env.training.distillation import Distillation
+from gspo_env.types import Episode, Group, Prompt, ResetInfo, StopReason, Task, Turn
+
+TINY = Tiny(hidden_size=16, layers=1, heads=2)
+TOKENIZER = build_tokenizer(["say red or blue", "the answer is red"])
+CHAT = ChatTokenizer(TOKENIZER)
+IDS = 3
+"""The policy samples ids below this one only, so that all episodes can be listed."""
+
+
+def make_model(seed: int) -> Any:
+    model = build_model(TINY, len(TOKENIZER), TOKENIZER.eos_token_id, seed)
+    model.config.usable_vocab_size = IDS
+    return model
+
+
+@pytest.fixture
+def learner() -> Learner:
+    loss = GSPO(aggregation="token_sum", max_tokens=1, clip_high=9.0, clip_low=0.9)
+    return Learner(make_model(0), loss, LearnerConfig(minibatches=1), total_steps=1)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("teacher") / "model"
+    folder.mkdir()
+    save_model(make_model(1), TOKENIZER, folder)
+    return str(folder)
+
+
+def bind(settings: Distillation, learner: Learner, tokenizer: Any = TOKENIZER) -> Any:
+    limits = SimpleNamespace(temperature=1.0)
+    collector: Any = SimpleNamespace(chat=ChatTokenizer(tokenizer), config=limits)
+    return settings.bind(learner, collector)
+
+
+def make_group(
+    learner: Learner, *, version: int = 0, system: str = "say red", info: Any = None
+) -> Group:
+    """Return every episode with an action of one id and then one of two."""
+    prompt, task = Prompt(system=system), Task(env_id="x", seed=0)
+    prompts = CHAT.start("red", prompt), CHAT.follow("blue", 0)
+    episodes = []
+    for a, b, c in itertools.product(range(IDS), repeat=3):
+        turns = [
+            Turn(
+                observation="red",
+                prompt_ids=ids,
+                action_ids=action,
+                logprobs=(0.0,) * len(action),
+                text="",
+                reward=0.0,
+                weights_version=version,
+            )
+            for ids, action in zip(prompts, ((a,), (b, c)), strict=True)
+        ]
+        episode = Episode(
+            task=task,
+            prompt=prompt,
+            turns=tuple(turns),
+            outcome=float(a),
+            stop_reason=StopReason.TERMINATED,
+            terminated=True,
+            truncated=False,
+            reset=ResetInfo(extra=info or {}),
+        )
+        with_logprobs = [
+            replace(turn, logprobs=tuple(values))
+            for turn, values in zip(
+                turns,
+                np.split(scores(learner, to_samples([episode], [np.zeros(2)])), [1]),
+                strict=True,
+            )
+        ]
+        episodes.append(replace(episode, turns=tuple(with_logprobs)))
+    return Group(task=task, episodes=tuple(episodes))
+
+
+def scores(learner: Learner, samples: list[Sample]) -> Any:
+    return learner.logprobs(learner.pack(samples)).double().numpy()
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0])
+def test_the_expected_update_is_the_gradient_of_the_kl(
+    gamma: float, learner: Learner, teacher: str
+) -> None:
+    group = make_group(learner)
+    estimator = bind(Distillation(teacher=teacher, gamma=gamma, weight=2.0), learner)
+    rows = estimator.advantages(group)
+    count = len(rows)
+    chances = [np.exp(episode.engine_logprobs.sum()) for episode in group.episodes]
+    assert sum(chances) == pytest.approx(1.0)
+    weighted = [row * chance * count for row, chance in zip(rows, chances, strict=True)]
+    samples = to_samples(group.episodes, weighted)
+    (minibatch,) = learner.score(learner.prepare(samples))
+    learner.backward(minibatch)
+    weights = [weight for weight in learner.policy.parameters() if weight.grad is not None]
+    update = torch.cat([weight.grad.flatten() for weight in weights])
+
+    policy_N = learner.scorer(learner.pack(samples))[0].logprobs_N
+    teacher_N = torch.from_numpy(np.concatenate(estimator.teacher_logprobs(group.episodes)))
+    lp, goal = policy_N.double().view(count, 3), teacher_N.view(count, 3)
+    if gamma:  # of the distributions over whole episodes
+        kl = (lp.sum(1).exp() * (lp - goal).sum(1)).sum()
+    else:  # of each token, where how often its context is visited counts as constant
+        others = lp.sum(1, keepdim=True).detach() - lp.detach()
+        kl = ((lp + others).exp() * (lp - goal)).sum()
+    gradients = torch.autograd.grad(2.0 * kl, weights)
+    expected = torch.cat([gradient.flatten() for gradient in gradients])
+    assert expected.norm() > 1e-2
+    assert (update - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_a_growing_depth_and_the_credit_of_turns_are_added(learner: Learner, teacher: str) -> None:
+    alone = bind(Distillation(teacher=teacher), learner).advantages(make_group(learner))
+    for version, depth in ((0, 1), (9, 1), (10, 2), (20, 2)):
+        group = make_group(learner, version=version)
+        settings = Distillation(
+            teacher=teacher, turn_steps=10, credit=0.5, estimator="outcome", weight=3.0
+        )
+        credit = Outcome().advantages(group)
+        rows = bind(settings, learner).advantages(group)
+        for row, values, ratio in zip(rows, credit, alone, strict=True):
+            heard = [1.0, depth > 1, depth > 1]
+            assert row == pytest.approx(3.0 * ratio * heard + 0.5 * values[[0, 1, 1]])
+
+
+def test_a_hint_is_read_by_the_teacher_alone(learner: Learner) -> None:
+    text = "the answer is red"
+    group = make_group(learner, info={"solution": text})
+    estimator = bind(Distillation(hint="solution"), learner)
+    hinted = make_group(learner, system=f"say red\n\n{text}")
+    for row, plain, other in zip(
+        estimator.advantages(group), group.episodes, hinted.episodes, strict=True
+    ):
+        assert row == pytest.approx(other.engine_logprobs - plain.engine_logprobs, abs=1e-5)
+        assert np.abs(row).max() > 1e-4
+    with pytest.raises(TrainingError, match=r"info\['solution'\] of reset is None"):
+        estimator.advantages(make_group(learner))
+
+
+def test_another_tokenizer_is_refused(learner: Learner, teacher: str) -> None:
+    other = build_tokenizer(["other words"])
+    with pytest.raises(ConfigError, match="whose tokenizer is not the policy's"):
+        bind(Distillation(teacher=teacher), learner, other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, "expected a hint"),
+        ({"teacher": "x", "estimator": "return_to_go"}, "did you mean returns_to_go"),
+        ({"teacher": "x", "gamma": 2.0}, "gamma"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    settings: dict[str, Any], sentence: str, learner: Learner
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        bind(Distillation(**settings), learner)
+
+
+def test_a_run_distils_its_teacher(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "env": "gspo/GuessNumber-v0",
+        "env_kwargs": {"high": 3},
+        "steps": 1,
+        "eval_tasks": 4,
+        "tasks_per_step": 2,
+        "recipe": {"demonstrations": 20, "imitation_steps": 1, "hidden_size": 16, "layers": 1},
+        "tracker": {"name": "none"},
+    }
+    from gspo_agents.gspo import GSPOAgent
+
+    first = GSPOAgent(config=Config.from_recipe("tiny", **changes, output=str(tmp_path / "first")))
+    first.train()
+    advantage = {"name": "distillation", "teacher": str(tmp_path / "first")}
+    changes |= {"output": str(tmp_path / "second"), "advantage": advantage, "seed": 1}
+    history = GSPOAgent(config=Config.from_recipe("tiny", **changes)).train()
+    assert max(metrics.get("train/advantage_rms", 0.0) for _, metrics in history) > 0.0
