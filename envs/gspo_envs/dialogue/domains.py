@@ -25,7 +25,7 @@ def _pick(random: np.random.Generator, words: str) -> str:
 
 def _draw_columns(random: np.random.Generator, *columns: str) -> list[list[str]]:
     """Draws distinct numbers, and for each of them a word of each column."""
-    numbers = [str(n) for n in random.choice(np.arange(100, 200), _COUNT, replace=False)]
+    numbers = [str(n) for n in random.choice(np.arange(10, 50), _COUNT, replace=False)]
     return [numbers, *([_pick(random, words) for _ in numbers] for words in columns)]
 
 

@@ -52,7 +52,7 @@ class DialogueEnv(AnswerEnv):
         headers: Mapping[str, str] | None = None,
         tasks: str | None = None,
         max_turns: int = 12,
-        early_answer: float = 0.6,
+        early_answer: float = 0.4,
     ) -> None:
         """Makes the domain and reads the tasks."""
         super().__init__(max_turns)
