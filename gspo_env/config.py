@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import json
 import tomllib
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ from gspo_env.learner.losses import GSPO, decide_correction
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Recipe
 from gspo_env.redaction import redact
-from gspo_env.registry import BUILTIN, check_values, find, name_of
+from gspo_env.registry import BUILTIN, check_values, find, load_function, name_of
 from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
 from gspo_env.seeding import SEEDS
 from gspo_env.tracking.base import flatten
@@ -35,63 +36,6 @@ from gspo_env.tracking.mlflow import MLflow
 from gspo_env.types import Score
 
 T = TypeVar("T")
-
-_RENAMED = {
-    "embedded": "recipe",
-    "held_out_tasks": "eval_tasks",
-    "history": "rewritten_history",
-    "match_rms": "credit.rms",
-    "objective": "loss",
-    "precision": "model_dtype",
-    "timeout": "rollout.episode_timeout",
-    "tracking": "tracker",
-    # options of TRL
-    "beta": "loss.kl_coef",
-    "bf16": "model_dtype",
-    "epsilon": "loss.clip_low",
-    "epsilon_high": "loss.clip_high",
-    "gradient_checkpointing": "learner.checkpointing",
-    "importance_sampling_level": "loss.ratio_level",
-    "max_completion_length": "rollout.max_turn_tokens",
-    "max_steps": "steps",
-    "model_name_or_path": "model",
-    "num_generations": "rollout.group_size",
-    "num_iterations": "learner.minibatches",
-    "output_dir": "output",
-    "report_to": "tracker",
-    "scale_rewards": "advantage.scale",
-    "torch_dtype": "model_dtype",
-    "use_vllm": "engine",
-    "vllm_mode": "engine",
-}
-_DROPOUT = "dropout is off, because the policy that trains has to be the one that was sampled"
-
-REMOVED = {
-    **{name: f"it is called {setting}" for name, setting in _RENAMED.items()},
-    "train_on_truncated": "it is called credit.train_on_truncated",
-    "dropout": _DROPOUT,
-    "lora_dropout": _DROPOUT,
-    "profile": "run with `torch.profiler`: `with torch.profiler.profile() as trace: agent.train()`,"
-    " then `trace.export_chrome_trace('trace.json')`",
-    "view.live": "run `gspo-env view` again, which writes the page anew",
-    "view.port": "`gspo-env view` writes a file and opens it",
-    "supply.straggler_quantile": "bound an episode with --episode-timeout, or let the rollout"
-    " continue during updates with --max-staleness",
-    "compare.until": "choose --seeds; the report says which differences they can show",
-    "compare.budget": "Ctrl-C stops a comparison, and the same command resumes it",
-    "compare.most_seeds": "choose --seeds",
-    "compare.like": "the report of the earlier comparison says which differences its seeds show",
-    "compare.difference": "the report says which differences the seeds can show",
-    "cache": "every run warms up its model anew, which takes seconds",
-    "train.processes": "start the processes with `torchrun --standalone --local-addr 127.0.0.1"
-    " --nproc-per-node N -m gspo_env train`",
-    "train.max_restarts": "pass --max-restarts to torchrun, and --output to `gspo-env train`",
-}
-"""What serves in place of a setting or a flag that is gone, or that people expect.
-
-A key has underscores; it is the name alone, or with what stands before it: the section of the
-settings, such as `rollout.NAME`, or the command, such as `view.NAME`.
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +122,11 @@ class Config:
     def __post_init__(self) -> None:
         """Rejects invalid values."""
         object.__setattr__(self, "env", env_setting(self.env))
+        for each in dataclasses.fields(self):
+            value, default = getattr(self, each.name), each.default_factory
+            if default not in (dataclasses.MISSING, dict) and not dataclasses.is_dataclass(value):
+                section = getattr(override(Config(), {each.name: value}), each.name)
+                object.__setattr__(self, each.name, section)
         check_values(self)
         no_curriculum = isinstance(self.curriculum, find("curriculum", "none"))
         if len(self.environments) > 1 and not no_curriculum:
@@ -201,12 +150,17 @@ class Config:
 
         Args:
             name: `tiny`, a plugin's name, `path/to/file.py:Class`, or an instance.
-            changes: Fields by name; a dictionary changes fields of a section.
+            changes: Fields by name, as on the command line, such as `lora_rank=8`; a dictionary
+                changes fields of a section, such as `learner={"lora_rank": 8}`.
 
         Raises:
             ConfigError: The recipe or a field is unknown, or a value is invalid.
         """
-        return override(from_dict({"recipe": name}), changes)
+        fields = {f.name for f in dataclasses.fields(cls)}
+        named = {field: value for field, value in changes.items() if field in fields}
+        config = override(from_dict({"recipe": name}), named)
+        others = {resolve(config, s): value for s, value in changes.items() if s not in fields}
+        return override(config, nested(others))
 
 
 def learner_arguments(config: Config) -> dict[str, Any]:
@@ -326,6 +280,15 @@ def _without_null(value: Any, where: str) -> Any:
     return [_without_null(item, where) for item in value]
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tree of values by dotted path."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *sections, name = path.split(".")
+        functools.reduce(lambda table, key: table.setdefault(key, {}), sections, tree)[name] = value
+    return tree
+
+
 def resolve(config: Config, name: str) -> str:
     """Finds the dotted path of a field.
 
@@ -347,10 +310,15 @@ def resolve(config: Config, name: str) -> str:
     raise ConfigError(f"there is no setting {name!r}{_hint(config, name, paths)}")
 
 
+def _instead_of(*names: str) -> str:
+    instead: str = load_function("gspo_env.renamed:instead_of", "hint")(*names)
+    return instead
+
+
 def _hint(config: Config, name: str, paths: list[str]) -> str:
     """Returns a hint: the choice that has the setting, or the fields with similar names."""
     section, _, last = name.rpartition(".")
-    if instead := REMOVED.get(name, REMOVED.get(last)):
+    if instead := _instead_of(name, last):
         return f": {instead}"
     for kind in BUILTIN:
         if section in ("", kind) and (hint := _owners(kind, getattr(config, kind), last)):
@@ -365,7 +333,8 @@ def _owners(kind: str, choice: Any, setting: str) -> str:
     owners = [n for n in BUILTIN[kind] if any(f.name == setting for f in _settings(kind, n))]
     takes = ", ".join(f.name for f in dataclasses.fields(choice)) or "nothing"
     other = f"{kind} is {name_of(kind, choice)!r}, which takes {takes}"
-    return f": it is a setting of {', '.join(owners)}, and {other}" if owners else ""
+    hint = f"; to select one, add --{kind} {owners[0]}" if len(owners) > 1 else ""
+    return f": it is a setting of {', '.join(owners)}, and {other}{hint}" if owners else ""
 
 
 def _settings(kind: str, name: str) -> tuple[dataclasses.Field[Any], ...]:
@@ -381,7 +350,7 @@ def _replace(default: T, tree: Mapping[str, Any], where: str) -> T:
     for name, value in tree.items():
         names = [f.name for f in dataclasses.fields(default)]  # type: ignore[arg-type]
         if name not in names:
-            if instead := REMOVED.get(where + name, REMOVED.get(name)):
+            if instead := _instead_of(where + name, name):
                 raise ConfigError(f"there is no setting {where}{name}: {instead}")
             near = ", ".join(difflib.get_close_matches(name, names, n=3) or sorted(names))
             hint = _owners(where[:-1], default, name) if where[:-1] in BUILTIN else ""

@@ -104,8 +104,12 @@ def find(kind: str, name: str) -> type[Any]:
         cls = load_function(_plugins(kind)[name], kind)
     else:
         near = difflib.get_close_matches(name, names(kind), n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        if kind == "advantage" and name in BUILTIN["loss"]:
+            scale = " --advantage.scale std" if name == "grpo" else ""
+            hint = f"that is a loss here: --loss {name} --advantage outcome{scale}; "
         raise ConfigError(
-            f"{kind} is {name!r}; {f'did you mean {near[0]}? ' if near else ''}expected one of: "
+            f"{kind} is {name!r}; {hint}expected one of: "
             f"{', '.join(names(kind))}; or module:Class, or file.py:Class"
         )
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):

@@ -10,9 +10,11 @@ import pytest
 from cli_errors import refused
 
 from gspo_env.cli.main import COMMANDS
-from gspo_env.config import REMOVED, Config, from_dict, load_toml, resolve, to_dict, to_toml
+from gspo_env.config import Config, from_dict, load_toml, resolve, to_dict, to_toml
 from gspo_env.credit import GroupGAE, ReturnsToGo
 from gspo_env.errors import ConfigError
+from gspo_env.registry import name_of
+from gspo_env.renamed import REMOVED
 from gspo_env.tracking.base import flatten
 
 
@@ -114,6 +116,32 @@ def test_a_setting_is_found_by_path_or_last_part_and_one_of_another_choice_is_ex
     with pytest.raises(ConfigError, match=r"'stepz'; perhaps you mean steps"):
         resolve(Config(), "stepz")
     assert Config().advantage == ReturnsToGo()
+
+
+def test_python_takes_the_names_of_flags_and_dictionaries_as_sections():
+    config = Config.from_recipe(
+        "imitate", lora_rank=8, conversations="x", loss="grpo", clip_low=0.1
+    )
+    assert (config.learner.lora_rank, config.recipe.conversations) == (8, "x")
+    assert (name_of("loss", config.loss), config.loss.clip_low) == ("grpo", 0.1)
+    plain = Config(learner={"lora_rank": 8}, loss={"name": "grpo", "clip_low": 0.1}, engine="vllm")
+    assert plain.learner == config.learner
+    assert (plain.loss, name_of("engine", plain.engine)) == (config.loss, "vllm")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Config.from_recipe(lora_rnk=8), "'lora_rnk'; perhaps you mean learner.lora_rank"),
+        (lambda: Config(learner={"lora_rnk": 8}), "unknown field learner.'lora_rnk'"),
+        (lambda: Config(rollout={"group_size": "8"}), "rollout.group_size is '8'; input should be"),
+        (lambda: Config(rollout=8), "rollout is 8; expected a table"),
+        (lambda: Config(loss="ppo"), "loss is 'ppo'"),
+    ],
+)
+def test_python_refuses_a_setting_by_name(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ TINY = {"--hidden-size": "16", "--demonstrations": "16", "--imitation-steps": "2
 """Flags of a training of the tiny model, besides `SHORT`."""
 SHORTER = {
     "evaluate": {"--tasks": "4"},
+    "capture": {"--episodes": "4"},
     "compare": {**SHORT, **TINY, "--seeds": "1", "--workers": "1"},
 }
 """Flags of the other commands that take long."""
@@ -54,6 +55,8 @@ ELSEWHERE = {
     "gspo-env train --engine vllm": "needs vLLM; run by the tests with the marker vllm",
     "gspo-env train --config one-gpu.toml": "needs vLLM and a GPU",
     "gspo-env train --recipe smollm2": "needs a package; run by the tests with the marker real",
+    "gspo-env train --config story.toml": "needs the package of a model",
+    "gspo-env evaluate --model smollm2": "needs the package of a model",
     "gspo-env train --env gspo/Program-v0": "needs tasks that a Python block writes",
     "gspo-env compare --config examples/compare.toml": "takes hours; see tests/compare",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
@@ -35,6 +36,19 @@ def test_the_settings_of_an_example_are_valid(path):
 @pytest.mark.parametrize("name", ["chat", "curriculum"])
 def test_an_example_of_settings_trains(name):
     main(["train", "--config", f"examples/{name}.toml", *SHORT, *TINY])
+
+
+@pytest.mark.slow
+def test_the_cells_of_the_notebook_run_in_order(monkeypatch, capsys):
+    monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
+    cells = json.loads((ROOT / "examples/first_agent.ipynb").read_text())["cells"]
+    names = {"__name__": "notebook"}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            code = "".join(cell["source"])
+            exec(code.replace("STEPS = 10", "STEPS = 1"), names)
+    assert "kept episodes" in capsys.readouterr().out
+    assert len(names["history"]) > 1
 
 
 @pytest.mark.slow

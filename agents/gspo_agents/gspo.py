@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -275,18 +275,30 @@ class GSPOAgent:
         """Whether this is the agent of a resumed run that has nothing left to do."""
         return self._resumed is not None and self._resumed.finished
 
-    def evaluate(self, tasks: Any = 0, samples: int = 1, seed: int | None = None) -> list[Group]:
-        """Plays the tasks of `split`, `samples` episodes each, at the training temperature.
+    def evaluate(
+        self,
+        tasks: Any = 0,
+        samples: int = 1,
+        seed: int | None = None,
+        *,
+        temperature: float | None = None,
+        on_group: Callable[[], None] | None = None,
+    ) -> list[Group]:
+        """Plays the tasks of `split`, `samples` episodes each.
 
         Args:
             tasks: 0 takes the config's number; or the tasks themselves.
             samples: Episodes of each task.
             seed: Seed of the sampling; the config's by default.
+            temperature: That of the training by default; 0 is greedy.
+            on_group: Called after the episodes of each task.
         """
         seed = self.config.seed if seed is None else seed
         tasks = self.split(tasks).tasks if isinstance(tasks, int) else tasks
         with self._collector() as collector:
-            return self._loop.run(collector.collect(tasks, seed=seed, group_size=samples))
+            collector.on_group = on_group
+            how = {"seed": seed, "group_size": samples, "temperature": temperature}
+            return self._loop.run(collector.collect(tasks, **how))
 
     def split(self, tasks: int = 0) -> Split:
         """Returns the tasks of an evaluation and the task keys that training does not play.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from gspo_env.env.base import attribute
@@ -41,8 +42,8 @@ class ScriptedAgent:
             attribute(self._env, "num_tasks", None),
         )
 
-    def evaluate(self, tasks: int = 256, samples: int = 1) -> list[Group]:
-        """Plays the tasks of an evaluation, `samples` episodes each.
+    def evaluate(self, tasks: int | Sequence[Task] = 256, samples: int = 1) -> list[Group]:
+        """Plays tasks, or as many of an evaluation, `samples` episodes each.
 
         Raises:
             ConfigError: The environment has no `expert_action`.
@@ -53,7 +54,7 @@ class ScriptedAgent:
         try:
             groups = [
                 Group(task=t, episodes=tuple(self._play(t, expert) for _ in range(samples)))
-                for t in self.split(tasks).tasks
+                for t in (self.split(tasks).tasks if isinstance(tasks, int) else tasks)
             ]
         except NotImplementedError as error:
             raise ConfigError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,17 +16,23 @@ from gspo_env.registry import check_values
 
 if TYPE_CHECKING:
     from gspo_env.chat import ChatTokenizer
-    from gspo_env.types import Episode, ResetInfo, StepInfo
+    from gspo_env.env.tools import Tool
+    from gspo_env.types import Episode, Message, ResetInfo, StepInfo, Turn
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
-    """Record the conversations of a program with the model of a run, as JSON lines to imitate."""
+    """Record conversations of an environment or a program, as JSON lines to imitate."""
 
     model: str = ""
-    """A run's folder, a model's folder or a hub id."""
+    """A run's folder, a model's folder, a hub id, or `scripted`: the environment's own
+    `expert_action`."""
+    env: str = ""
+    """The environment; a program has flags of its own."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment, such as `hops=4`."""
     program: str = ""
     """The program, as in `gspo/Program-v0`: `FILE.py:FUNCTION` or `module:FUNCTION`."""
     command: str = ""
@@ -51,17 +58,19 @@ class Capture:
 
         kwargs = self._arguments()
         heat = {} if self.temperature is None else {"temperature": self.temperature}
-        env = "gspo/Program-v0"
-        agent = load_agent("gspo").load(self.model, env, env_kwargs=kwargs, rollout=heat)
+        env = self.env or "gspo/Program-v0"
+        scripted, more = self.model == "scripted", {"seed": self.seed}
+        if scripted:
+            agent, more = load_agent("scripted")(env, **kwargs), {}
+        else:
+            agent = load_agent("gspo").load(self.model, env, env_kwargs=kwargs, rollout=heat)
         seeds = (derive_seed("capture", self.seed, n) % 10**9 for n in range(self.episodes))
         tasks = [Task(env_id=agent.env_id, seed=seed) for seed in seeds]
-        try:
-            groups = agent.evaluate(tasks, seed=self.seed)
-        finally:
-            agent.close()
+        groups = agent.evaluate(tasks, **more)
         played = [episode for group in groups for episode in group.episodes]
-        whole = [episode for episode in played if not episode.failed]
-        lines = [line for episode in whole for line in to_lines(episode, agent.chat)]
+        whole = [episode for episode in played if episode.turns and not episode.failed]
+        chat = None if scripted else agent.chat
+        lines = [line for episode in whole for line in to_lines(episode, chat)]
         with Path(self.out).open("x", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
         failed = sum(episode.failed for episode in played)
@@ -75,16 +84,23 @@ class Capture:
         Raises:
             ConfigError: Something is missing, or the file exists.
         """
-        for name in ("model", "data", "out"):
+        for name in ("model", "out") if self.env else ("model", "data", "out"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is ''; expected --{name}, see gspo-env capture --help")
-        if bool(self.program) == bool(self.command):
-            raise ConfigError("expected one of --program and --command")
+        if len(list(filter(None, (self.env, self.program, self.command)))) != 1:
+            raise ConfigError("expected one of --env, --program and --command")
+        if self.model == "scripted" and self.temperature is not None:
+            raise ConfigError(
+                f"temperature is {self.temperature}, and a scripted agent samples nothing; "
+                "expected none"
+            )
         check_values(self)
         if Path(self.out).exists():
             raise ConfigError(f"{self.out!r} exists; expected a new file")
         if not Path(self.out).absolute().parent.is_dir():
             raise ConfigError(f"the folder of {self.out!r} does not exist")
+        if self.env:
+            return self.env_kwargs
         try:
             command = shlex.split(self.command)
         except ValueError as error:
@@ -93,16 +109,19 @@ class Capture:
         return {**started, "data": self.data, "rewards": list(self.rewards)}
 
 
-def to_lines(episode: Episode, chat: ChatTokenizer) -> list[str]:
+def to_lines(episode: Episode, chat: ChatTokenizer | None) -> list[str]:
     """Returns the conversations of an episode as lines of a file.
 
-    There is one for each turn that no other turn continues; it ends with the answer of that turn as
-    the program received it.
+    The turns of an environment are one conversation. Where the environment gives the whole
+    conversation at each turn, as a program does, there is one for each turn that no other turn
+    continues; it ends with the answer of that turn as the program received it.
     """
     from gspo_env.env.base import clean
-    from gspo_env.recipes.conversations import Conversation
-    from gspo_env.tool_calls import read_action
 
+    first = episode.reset.messages
+    is_whole = bool(first) and first[-1].role != "assistant"
+    if not is_whole and not any(turn.info.messages for turn in episode.turns):
+        return [_line(episode, _messages(episode, chat), episode.prompt.tools)]
     infos = [turn.info for turn in episode.turns[:-1]]
     requests: list[ResetInfo | StepInfo] = [episode.reset, *infos]
     parents = set(episode.parents)
@@ -114,18 +133,49 @@ def to_lines(episode: Episode, chat: ChatTokenizer) -> list[str]:
             logger.warning("A turn that follows a refused request is not recorded.")
             continue
         tools = tuple(request.tools or ())
-        action = chat.parser.parse(
-            turn.action_ids, chat.stop_ids, turn.prompt_ids, tools, request.stop
-        )
-        answer, _ = read_action(
-            clean(turn.text), tools, action.message, in_reasoning=turn.in_reasoning
-        )
-        conversation = Conversation(
-            messages=(*request.messages, answer),
-            tools=tools,
-            reward=episode.outcome,
-            task_key=episode.reset.task_key,
-        )
-        more = {"success": episode.success, "agent": request.agent}
-        lines.append(conversation.line(**more, seed=episode.task.seed))
+        answer = _answer(turn, tools, chat, request.stop)
+        lines.append(_line(episode, (*request.messages, answer), tools, agent=request.agent))
     return lines
+
+
+def _messages(episode: Episode, chat: ChatTokenizer | None) -> list[Message]:
+    """Returns the conversation of an episode of a text environment."""
+    from gspo_env.chat.transcript import first_messages
+    from gspo_env.types import Message
+
+    messages = [*first_messages(episode.prompt, episode.turns[0].observation)]
+    for k, turn in enumerate(episode.turns):
+        if k:
+            role = episode.turns[k - 1].info.observation_role
+            call = f"call_{k - 1}_0" if role == "tool" else None
+            messages.append(Message(role=role, content=turn.observation, tool_call_id=call))
+        answer = _answer(turn, episode.prompt.tools, chat)
+        calls = [replace(call, id=f"call_{k}_{n}") for n, call in enumerate(answer.tool_calls)]
+        messages.append(replace(answer, tool_calls=tuple(calls)))
+    return messages
+
+
+def _answer(
+    turn: Turn, tools: Sequence[Tool], chat: ChatTokenizer | None, stop: Sequence[str] = ()
+) -> Message:
+    """Returns the action of a turn as a message; `chat` parses what a model sampled."""
+    from gspo_env.env.base import clean
+    from gspo_env.tool_calls import read_action
+
+    message = None
+    if chat is not None:
+        ids = turn.action_ids
+        message = chat.parser.parse(ids, chat.stop_ids, turn.prompt_ids, tools, stop).message
+    return read_action(clean(turn.text), tools, message, in_reasoning=turn.in_reasoning)[0]
+
+
+def _line(episode: Episode, messages: Sequence[Message], tools: Sequence[Tool], **more: Any) -> str:
+    from gspo_env.recipes.conversations import Conversation
+
+    conversation = Conversation(
+        messages=tuple(messages),
+        tools=tuple(tools),
+        reward=episode.outcome,
+        task_key=episode.reset.task_key,
+    )
+    return conversation.line(success=episode.success, **more, seed=episode.task.seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -40,6 +42,12 @@ class Evaluate:
     """Episodes of each task, for pass@k and pass^k."""
     seed: Annotated[int, Interval(ge=0, lt=SEEDS)] = 0
     """Seed of the sampling."""
+    temperature: float | None = None
+    """Sampling temperature; that of the training by default, 0 is greedy."""
+    max_turn_tokens: Annotated[int, Ge(0)] = 0
+    """Most tokens of an action; those of the training by default."""
+    show: Annotated[int, Ge(0)] = 0
+    """Episodes to print, with all that the model read and wrote."""
 
     def run(self) -> None:
         """Prints success with a 95 % interval."""
@@ -52,32 +60,59 @@ class Evaluate:
                 f"model is {self.model!r} and the folder is {self.folder!r}; expected one: a "
                 "folder, a hub id or 'scripted'"
             )
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature is {self.temperature}; expected a number of at least 0")
         model = self.model or self.folder
         from gspo_env.cli.options import one_or_several
         from gspo_env.health.startup import check_success
+        from gspo_env.tracking.console import Progress
 
         if model == "scripted":
             if len(self.env) > 1:
                 raise ConfigError(f"env is {' '.join(self.env)}; expected one for 'scripted'")
-            if self.seed:
-                raise ConfigError(
-                    f"seed is {self.seed}, and a scripted agent samples nothing; expected no --seed"
-                )
+            for name in ("seed", "temperature", "max_turn_tokens"):
+                if value := getattr(self, name):
+                    raise ConfigError(
+                        f"{name} is {value}, and a scripted agent samples nothing; expected none"
+                    )
             env = "".join(self.env) or "gspo/Lookup-v0"
             agent = load_agent("scripted")(env, **self.env_kwargs)
             tasks = self.tasks or 256
-            print_scores(agent.evaluate(tasks, self.samples), agent.split(tasks))
+            groups = agent.evaluate(tasks, self.samples)
+            print_episodes(groups, self.show)
+            print_scores(groups, agent.split(tasks))
         else:
             print(f"gspo-env {__version__}: loading {model}", flush=True)
             names = ("model_dtype", "env_kwargs", "engine")
             changes = {name: value for name in names if (value := getattr(self, name))}
+            if self.max_turn_tokens:
+                changes["rollout"] = {"max_turn_tokens": self.max_turn_tokens}
             agent = load_agent("gspo").load(model, one_or_several(self.env), **changes)
             split = agent.split(self.tasks)
             print(f"playing {split}, {self.samples} of each, in {agent.env_id}", flush=True)
-            groups = agent.evaluate(self.tasks, self.samples, self.seed)
+            with Progress() as progress:
+                show, done = progress.when_slow(5.0), itertools.count(1)
+                groups = agent.evaluate(
+                    self.tasks,
+                    self.samples,
+                    self.seed,
+                    temperature=self.temperature,
+                    on_group=lambda: show("evaluation", next(done), len(split.tasks)),
+                )
+            print_episodes(groups, self.show)
             print_scores(groups, agent.split(len(groups)))
             if finding := check_success(groups, "in this evaluation"):
                 print(f"note     {finding}")
+
+
+def print_episodes(groups: Sequence[Group], count: int) -> None:
+    """Prints an episode of each of the first groups, and then further ones of the same tasks."""
+    from gspo_env.episodes import render_episode
+
+    rounds = itertools.zip_longest(*(group.episodes for group in groups))
+    episodes = (episode for row in rounds for episode in row if episode is not None)
+    for episode in itertools.islice(episodes, count):
+        print(render_episode(episode))
 
 
 def print_scores(groups: Sequence[Group], split: Split) -> None:

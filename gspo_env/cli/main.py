@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str]) -> Any:
         SystemExit: Help was printed, or a value has the wrong type.
     """
     from gspo_env.cli.options import PRIMITIVES, Run, prepare
-    from gspo_env.config import REMOVED
+    from gspo_env.renamed import instead_of
 
     name, *rest = arguments
     if name in ("-h", "--help"):
@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str]) -> Any:
         hint = f"did you mean {near}? There are" if near else "expected one of"
         raise ConfigError(f"there is no command {name!r}; {hint}: {', '.join(COMMANDS)}")
     for flag in (text.partition("=")[0] for text in rest if text.startswith("--")):
-        if instead := REMOVED.get(f"{name}.{flag[2:].replace('-', '_')}"):
+        if instead := instead_of(f"{name}.{flag[2:].replace('-', '_')}"):
             raise ConfigError(f"there is no {flag}: {instead}")
     for flag in _NOT_EMPTY:
         if f"{flag}=" in rest or (flag, "") in itertools.pairwise(rest):

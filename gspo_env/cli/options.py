@@ -11,15 +11,15 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import tyro
 
-from gspo_env.config import Config, convert, from_dict, override, read_toml, resolve
+from gspo_env.config import Config, convert, from_dict, nested, override, read_toml, resolve
 from gspo_env.env.registration import add_kwargs, format_env
 from gspo_env.errors import ConfigError
 from gspo_env.recipes.base import Recipe
-from gspo_env.registry import BUILTIN, find, name_of, names
+from gspo_env.registry import BUILTIN, find, load_function, name_of, names
 from gspo_env.trust import read_saved
 
 logger = logging.getLogger(__name__)
@@ -156,8 +156,8 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     config = _with_score_of_file(config, file, "advantage" in choices, env)
     paths = {resolve(config, flag): texts for flag, texts in flags.items()}
     if "--help" in options and (group := options[-1]) != "--help":
-        _print_page(config, group)
-    config = override(config, _nested({p: _value(config, p, t) for p, t in paths.items()}))
+        load_function("gspo_env.cli.section:print_options", "help")(config, group)
+    config = override(config, nested({p: _value(config, p, t) for p, t in paths.items()}))
     shown = {kind: name_of(kind, getattr(config, kind)) for kind in BUILTIN}
     return command(choices=Choices(config=file, **shown), settings=config, **table), options
 
@@ -247,15 +247,6 @@ def _value(config: Config, path: str, texts: list[str]) -> Any:
     return convert(flag, value, hint)
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tree of values by dotted path."""
-    tree: dict[str, Any] = {}
-    for path, value in values.items():
-        *sections, name = path.split(".")
-        functools.reduce(lambda table, key: table.setdefault(key, {}), sections, tree)[name] = value
-    return tree
-
-
 def _with_score_of_file(
     config: Config, file: str, is_estimator_chosen: bool, env: str | tuple[str, ...]
 ) -> Config:
@@ -274,21 +265,3 @@ def _with_score_of_file(
             *(score, file, format_env(env)),
         )
     return config
-
-
-def _print_page(config: Config, group: str) -> NoReturn:
-    """Prints the options of one section and exits."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    sections = [name for name, value in values.items() if dataclasses.is_dataclass(value)]
-    if group not in sections:
-        raise ConfigError(f"there is no section {group!r}; expected one of: {', '.join(sections)}")
-    section: Any = values[group]
-    if not dataclasses.fields(section):
-        title = f"{group} {name_of(group, section)!r}" if group in BUILTIN else group
-        others = f"; --{group} takes: {', '.join(names(group))}" if group in BUILTIN else ""
-        print(f"{title} has no settings{others}")
-        raise SystemExit(0)
-    page: Any = dataclasses.make_dataclass("Page", [(group, type(section), field(default=section))])
-    markers = (tyro.conf.FlagConversionOff,)
-    tyro.cli(page, args=["--help"], prog="gspo-env", registry=PRIMITIVES, config=markers)
-    raise SystemExit(0)

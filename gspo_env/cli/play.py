@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import math
 import shlex
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from annotated_types import Interval
+from annotated_types import Ge, Interval
 
+from gspo_env.engines.base import Completion, Engine, NamedTensors, Sampling
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import visible
 from gspo_env.registry import check_values
 from gspo_env.seeding import SEEDS
 
 if TYPE_CHECKING:
+    from gspo_env.chat import ChatTokenizer
     from gspo_env.rollout.play import PolicyInput, PolicyOutput
+    from gspo_env.rollout.policy import EnginePolicy
     from gspo_env.types import Episode
 
 _HELP = """Type an action, or one of:
@@ -25,30 +31,45 @@ _HELP = """Type an action, or one of:
   /expert               what the environment's own demonstrator would do
   /quit                 end the episode
   \"\"\"                   begins and ends an action of several lines"""
+_MODEL_HELP = """Press Enter to let the model act, or take over the turn.
+  /go                   let the model play the rest of the episode
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Play:
-    """Play an episode by hand."""
+    """Play an episode by hand, or watch a model play it and take over any turn."""
 
-    env: tyro.conf.Positional[str] = "gspo/Lookup-v0"
-    """Environment: a registered id, `module:id`, or `path/to/file.py:Class`."""
+    env: tyro.conf.Positional[str] = ""
+    """Environment: a registered id, `module:id`, or `path/to/file.py:Class`; by default that of the
+    model's run, or `gspo/Lookup-v0`."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment, such as `hops=4`."""
+    model: str = ""
+    """A trained folder or a hub id that acts; by default you do."""
+    temperature: float | None = None
+    """Sampling temperature of the model; that of the training by default, 0 is greedy."""
+    max_turn_tokens: Annotated[int, Ge(0)] = 0
+    """Most tokens of an action of the model; those of the training by default."""
     seed: Annotated[int, Interval(ge=0, lt=SEEDS)] = 0
     """Seed of the task."""
 
     def run(self) -> None:
-        """Shows what the policy would read, reads actions, and shows what they earn."""
+        """Shows what the policy would read, reads or samples actions, and shows what they earn."""
         from gspo_env.env.registration import make_env, resolve_env
         from gspo_env.rollout.failures import close_quietly
         from gspo_env.rollout.play import play_now
         from gspo_env.types import Task
 
         check_values(self)
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature is {self.temperature}; expected a number of at least 0")
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="backslashreplace")
-        env_id = resolve_env(self.env)
+        if self.model:
+            self._watch()
+            return
+        env_id = resolve_env(self.env or "gspo/Lookup-v0")
         env = make_env(env_id, **self.env_kwargs)
         try:
             print(_HELP)
@@ -56,26 +77,134 @@ class Play:
         finally:
             close_quietly(env)
 
+    def _watch(self) -> None:
+        """Lets a model play, except for the turns that a person takes over."""
+        from gspo_env.env.registration import hide_progress_bars, load_agent
+        from gspo_env.model.head import usable_ids
+        from gspo_env.rollout.collector import Collector
+        from gspo_env.rollout.policy import EnginePolicy
+        from gspo_env.rollout.pool import play_pooled
+        from gspo_env.seeding import derive_seed
+        from gspo_env.types import Task
 
-def _ask(now: PolicyInput) -> str | PolicyOutput:
-    """Shows the situation and reads the action of a person; see `gspo_env.rollout.play.Policy`."""
+        hide_progress_bars()
+        print(f"loading {self.model}", flush=True)
+        length = {"max_turn_tokens": self.max_turn_tokens} if self.max_turn_tokens else {}
+        changes = {"env_kwargs": self.env_kwargs} if self.env_kwargs else {}
+        agent = load_agent("gspo").load(self.model, self.env, **changes, rollout=length)
+        limits = agent.config.rollout
+        started = agent.config.engine.start(
+            agent.model, max_slots=_SLOTS, max_context=limits.max_context
+        )
+        engine = _ShownEngine(started, agent.chat)
+        task = Task(env_id=next(iter(agent.environments.envs)), seed=self.seed)
+        print(_MODEL_HELP + _HELP)
+        with agent.environments.pool() as pool:
+            collector = Collector(engine, agent.chat, pool, limits, usable_ids(agent.model))
+            seed, heat = derive_seed(agent.config.seed, 0, 0), limits.temperature
+            heat = heat if self.temperature is None else self.temperature
+            policy = EnginePolicy(collector, collector.progress.begin(task), seed, heat)
+            turns, most = _SharedTurns(policy, engine), limits.max_turns
+            try:
+                playing = play_pooled(pool, task, turns, timeout=_PATIENCE, max_turns=most)
+                _end(asyncio.run(playing), most)
+            finally:
+                engine.close()
+
+
+_SLOTS = 8
+"""Sequences in the cache of the engine: an episode whose prompts are rewritten has several."""
+_PATIENCE = 1e6
+"""Seconds of an episode, in most of which a person may think."""
+
+
+class _ShownEngine(Engine):
+    """Prints what an engine samples while it is sampled, or takes the action of a person."""
+
+    def __init__(self, engine: Engine, chat: ChatTokenizer) -> None:
+        self.engine, self.chat = engine, chat
+        self.typed: str | None = None
+        """The next action, if a person acts."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
+    ) -> Completion:
+        """See `Engine.generate`."""
+        if self.typed is not None:
+            end = self.chat.end_of_turn
+            ids = (*self.chat.encode(self.typed), self.chat.stop_ids[0] if end is None else end)
+            ids, self.typed = ids[: sampling.max_tokens], None
+            reason = "stop" if sampling.ended(ids) else "length"
+            return Completion.of(ids, (0.0,) * len(ids), reason, [(0, 0)])
+        shown = ""
+
+        def show(ids: Sequence[int]) -> bool:
+            nonlocal shown
+            text = visible(self.chat.decode_all(ids))
+            if text.startswith(shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
+            return bool(sampling.ends and sampling.ends(ids))
+
+        print("model: ", end="", flush=True)
+        done = await self.engine.generate(prompt_ids, replace(sampling, ends=show), session)
+        cut = f" (cut after {len(done.token_ids)} tokens)" if done.finish_reason == "length" else ""
+        print(visible(self.chat.decode(done.token_ids))[len(shown) :] + cut, flush=True)
+        return done
+
+    def release(self, session: str) -> None:
+        """See `Engine.release`."""
+        self.engine.release(session)
+
+    async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """See `Engine.update_weights`."""
+        await self.engine.update_weights(named_tensors, version)
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self.engine.close()
+
+
+class _SharedTurns:
+    """The turns of a model, any of which a person takes over."""
+
+    def __init__(self, policy: EnginePolicy, engine: _ShownEngine) -> None:
+        self._policy, self._engine, self._alone = policy, engine, False
+
+    async def __call__(self, now: PolicyInput) -> PolicyOutput:
+        """See `gspo_env.rollout.play.Policy`."""
+        action: str | PolicyOutput | None = None
+        if self._alone:
+            _show(now)
+        else:
+            action = _ask(now, beside_model=True)
+            self._alone = action is None
+        if action is not None and not isinstance(action, str):
+            return action
+        self._engine.typed = action or None
+        return await self._policy(now)
+
+
+def _ask(now: PolicyInput, *, beside_model: bool = False) -> Any:
+    """Shows the situation and reads the action of a person; see `gspo_env.rollout.play.Policy`.
+
+    Beside a model, an empty line lets it act, and None lets it play the rest.
+    """
     from gspo_env.rollout.play import PolicyOutput
     from gspo_env.types import StopReason
 
-    if now.turn == 0:
-        _begin(now)
-    else:
-        print(f"(reward {now.reward:+.4g})")
-    print(f"{now.role}: {visible(now.observation)}")
+    _show(now)
     while True:
         try:
             line = input("> ")
             if line.strip() == '"""':
                 return _several_lines()
         except EOFError:
-            line = "/quit"
+            line = "/go" if beside_model else "/quit"
         if line == "/quit":
             return PolicyOutput(stop=StopReason.MAX_TURNS)
+        if beside_model and line == "/go":
+            return None
         if not line.startswith("/"):
             return line
         try:
@@ -85,6 +214,14 @@ def _ask(now: PolicyInput) -> str | PolicyOutput:
             continue
         print(visible(action))
         return action
+
+
+def _show(now: PolicyInput) -> None:
+    if now.turn == 0:
+        _begin(now)
+    else:
+        print(f"(reward {now.reward:+.4g})")
+    print(f"{now.role}: {visible(now.observation)}", flush=True)
 
 
 def _begin(now: PolicyInput) -> None:
@@ -139,8 +276,8 @@ def _special(line: str, now: PolicyInput) -> str:
     return format_tool_call(name, {key: literal(text) for key, _, text in pairs})
 
 
-def _end(episode: Episode) -> None:
-    """Prints how the episode ended and what each turn earned."""
+def _end(episode: Episode, most: int | None = None) -> None:
+    """Prints how the episode ended and what each turn earned; `most` is the limit on turns."""
     if episode.turns:
         print(f"(reward {episode.turns[-1].reward:+.4g})")
     if episode.error:
@@ -150,8 +287,7 @@ def _end(episode: Episode) -> None:
         print(visible(episode.final_observation))
     rewards = " ".join(f"{reward:+.4g}" for reward in episode.rewards)
     count = len(episode.turns)
-    # nothing but /quit sets a limit here
-    is_quit = episode.stop_reason == "max_turns"
+    is_quit = episode.stop_reason == "max_turns" and count != most
     print(
         f"{'Success' if episode.success else 'No success'}: outcome {episode.outcome:+.4g}, "
         f"{count} turn{'s' * (count != 1)} with rewards {rewards or 'none'}, "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
 
 KEY = "GSPO_ENV_SERVE_KEY"
 """The variable with the key."""
+_TRY = (
+    'curl "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY"'
+    """ -d '{"messages": [{"role": "user", "content": "Hello"}]}'"""
+)
+"""A command that sends a first request, in a shell with the exported variables."""
 _TAKEN = ("rollout", "engine", "model_dtype", "rewritten_history")
 
 
@@ -71,8 +78,11 @@ class Serve:
             raise ConfigError("the model is ''; expected the folder of a run or a hub id")
         check_values(self)
         config = settings(self)
+        open_server = partial(PolicyServer, self.host, self.port, log=True)
+        open_server().close()  # a port in use is refused before the model loads
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
         with policy_of(self.model, config, self.seed) as policy:
-            address = PolicyServer(self.host, self.port)
+            address = open_server()
             try:
                 name = self.model_name or Path(self.model).resolve().name
                 session = address.open(policy, training=False, model=name, key=key or None)
@@ -81,6 +91,8 @@ class Serve:
                 if not key:
                     for variable in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
                         print(f"export {variable}={session.key}", flush=True)
+                print(_TRY, flush=True)
+                print(f"Ready on {address.url}, Ctrl-C stops", flush=True)
                 threading.Event().wait()
             finally:
                 address.close()

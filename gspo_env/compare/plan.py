@@ -11,10 +11,11 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from gspo_env.config import REMOVED, Config, check_score, convert, override, resolve, to_dict
+from gspo_env.config import Config, check_score, convert, override, resolve, to_dict
 from gspo_env.env.registration import label
 from gspo_env.errors import ConfigError
 from gspo_env.registry import check_values
+from gspo_env.renamed import instead_of
 
 _PROBLEM = ("env", "env_kwargs", "eval_tasks", "seed", "output", "tracker")
 """Fields that no arm may change: they decide the tasks, or the comparison sets them."""
@@ -135,7 +136,7 @@ def check_table(table: Any) -> dict[str, Any]:
         raise ConfigError(f"compare is {table!r}; expected a table")
     for name, value in table.items():
         if name not in _FIELDS:
-            instead = REMOVED.get(f"compare.{name}")
+            instead = instead_of(f"compare.{name}")
             expected = f"in its place, {instead}" if instead else f"one of: {', '.join(_FIELDS)}"
             raise ConfigError(f"unknown field compare.{name!r}; expected {expected}")
         convert(f"compare.{name}", value, _FIELDS[name])

@@ -97,6 +97,11 @@ class TurnRecord:
     entropies: tuple[float | None, ...] | None
     """Entropy of the trainer's distribution in nats."""
 
+    @property
+    def text(self) -> str:
+        """The action, by the name that `gspo_env.types.Turn` has for it."""
+        return self.action
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeRecord:

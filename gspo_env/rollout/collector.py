@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -82,6 +82,8 @@ class Collector:
     """What the episodes in flight wait for."""
     weights_ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Unset while the engine takes new weights: episodes wait with their next action."""
+    on_group: Callable[[], None] | None = None
+    """Called after each group that `collect` plays."""
     _heartbeat: Heartbeat = field(init=False)
     _warned: bool = False
     """Whether the log has said that first prompts do not fit."""
@@ -188,6 +190,9 @@ class Collector:
         gate = asyncio.Semaphore(self.config.concurrency)
         async with _first_error(), asyncio.TaskGroup() as running:
             playing = [running.create_task(self.play(request, gate)) for request in requests]
+            if (on_group := self.on_group) is not None:
+                for task in playing:
+                    task.add_done_callback(lambda _: on_group())
         groups = [task.result() for task in playing]
         self.check(groups)
         return groups

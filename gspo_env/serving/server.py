@@ -44,9 +44,10 @@ class PolicyServer:
     Args:
         host: The address to listen on.
         port: The port; 0 takes a free one.
+        log: Whether each request is logged, at the level INFO of the logger `uvicorn.access`.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, log: bool = False) -> None:
         self._lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
@@ -59,7 +60,7 @@ class PolicyServer:
             raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
         self.host, self.port = host, int(self._socket.getsockname()[1])
         self._loop = asyncio.new_event_loop()
-        self._server = self._make_server()
+        self._server = self._make_server(log)
         self._thread = threading.Thread(target=self._run, name="gspo-env-server", daemon=True)
         self._thread.start()
 
@@ -184,7 +185,7 @@ class PolicyServer:
         except RuntimeError:  # the loop has ended, and with it all requests
             logger.debug("the server has ended already")
 
-    def _make_server(self) -> Any:
+    def _make_server(self, log: bool) -> Any:
         import uvicorn
 
         from gspo_env.serving.app import make_app
@@ -196,7 +197,7 @@ class PolicyServer:
             ws="none",
             lifespan="off",
             loop="asyncio",
-            access_log=False,
+            access_log=log,
             log_config=None,
             proxy_headers=False,
             server_header=False,

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +11,11 @@ from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.cli.capture import to_lines
 from gspo_env.cli.main import main
 from gspo_env.config import Config
+from gspo_env.env.registration import load_agent
 from gspo_env.recipes.build import build
-from gspo_env.recipes.conversations import read_conversations
+from gspo_env.recipes.conversations import read_conversations, read_demonstrations
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.tool_calls import parse_tool_calls
 from gspo_env.types import Episode, Message, ResetInfo, StopReason, Task, Turn
 
 PROGRAM = """
@@ -90,11 +93,34 @@ def test_what_a_program_said_and_got_is_recorded_and_can_be_imitated(files, tmp_
     assert len(read_conversations(str(out), 0.4)) == 3
 
 
+@pytest.mark.parametrize("env", ["gspo/Lookup-v0", "gspo/GuessNumber-v0"])
+def test_what_the_scripted_agent_plays_is_recorded_and_can_be_imitated(chat, tmp_path, capsys, env):
+    out = str(tmp_path / "talks.jsonl")
+    main(["capture", "--model", "scripted", "--env", env, "--episodes", "3", "--out", out])
+    assert "3 with success" in capsys.readouterr().out
+    episodes = read_demonstrations(out, 1.0, chat, env)
+    assert len(episodes) == 3
+    agent = load_agent("scripted")(env)
+    for episode, line in zip(episodes, Path(out).read_text().splitlines(), strict=True):
+        (group,) = agent.evaluate([Task(env_id=env, seed=json.loads(line)["seed"])])
+        (again,) = group.episodes
+        tools = again.prompt.tools
+        assert episode.reset.messages[0].content == again.prompt.system
+        assert [tool.name for tool in episode.prompt.tools] == [tool.name for tool in tools]
+        for mine, theirs in zip(episode.turns, again.turns, strict=True):
+            assert mine.observation == theirs.observation
+            calls = [parse_tool_calls(turn.text, tools) for turn in (mine, theirs)]
+            assert calls[0] == calls[1]
+            assert calls[0] or mine.text == theirs.text
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--command", "node x.js"], "one of --program and --command"),
-        (["--program", ""], "one of --program and --command"),
+        (["--env", "gspo/Lookup-v0"], "one of --env, --program and --command"),
+        (["--model", "scripted", "--temperature", "1"], "a scripted agent samples nothing"),
+        (["--command", "node x.js"], "one of --env, --program and --command"),
+        (["--program", ""], "one of --env, --program and --command"),
         (["--program", "", "--command", "'"], "command is"),
         (["--episodes", "0"], "episodes is 0"),
         (["--data", ""], "--data"),

@@ -26,6 +26,13 @@ def _folder(tmp_path, monkeypatch):
         (["evaluate", "--model", "scripted", "--seed", str(10**30)], "an integer in [0, 92"),
         (["evaluate", "--model", "scripted", "--seed", "3"], "a scripted agent samples nothing"),
         (["evaluate", "--model", "scripted", "--seed=-1"], "expected an integer in [0, 9"),
+        (["evaluate", "scripted", "--max-turn-tokens", "3"], "a scripted agent samples nothing"),
+        (
+            ["evaluate", "runs/a", "--temperature", "nan"],
+            "temperature is nan; expected a number of",
+        ),
+        (["train", "--advantage", "grpo"], "--loss grpo --advantage outcome --advantage.scale std"),
+        (["train", "--conversations", "x", "--model", "m"], "to select one, add --recipe imitate"),
         (["train", "--env-kwargs", "hops=abc"], "hops is 'abc', expected a whole number or two"),
         (["train", "--env-kwargs", "hops=[1,2,3]"], "hops is [1, 2, 3], expected a whole number"),
         (["train", "--env-kwargs", "hops=2.5"], "hops is 2.5, expected a whole number"),

@@ -77,6 +77,14 @@ def test_evaluate_reports_a_trained_folder_and_the_scripted_agent(capsys):
     output = capsys.readouterr().out
     for word in ("success", "95 % interval", "return", "turns", "pass@4", "pass^4"):
         assert word in output
+    main(["evaluate", "out", "--tasks", "5", "--temperature", "0", "--max-turn-tokens", "2"])
+    greedy = capsys.readouterr().out
+    main(["evaluate", "out", "--tasks", "5", "--temperature", "0", "--max-turn-tokens", "2"])
+    assert capsys.readouterr().out == greedy
+    main(["evaluate", "out", "--tasks", "5", "--max-turn-tokens", "2", "--show", "3"])
+    output = capsys.readouterr().out
+    assert output.count("system prompt:") == 3
+    assert "2 sampled" in output
     main(["evaluate", "--model", "scripted", "--env", "gspo/Calculator-v0", "--tasks", "8"])
     assert "success  100.0%" in capsys.readouterr().out
 

@@ -1,10 +1,12 @@
 """`gspo-env play`: an episode by hand."""
 
 import io
+import re
 
 import pytest
 
 from gspo_env.cli.main import main
+from gspo_env.model.load import save_model
 
 
 def played(monkeypatch, capsys, typed, *arguments):
@@ -96,9 +98,37 @@ def test_an_environment_that_fails_says_how_and_one_without_a_demonstrator_says_
     assert "no disk" in output
 
 
-@pytest.mark.parametrize("arguments", [["gspo/Nope-v0"], ["--seed", "-1"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["gspo/Nope-v0"], ["--seed", "-1"], ["--model", "./nowhere"], ["--temperature", "-1"]],
+)
 def test_what_cannot_be_played_is_one_sentence(capsys, arguments):
     with pytest.raises(SystemExit) as end:
         main(["play", *arguments])
     assert end.value.code == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+@pytest.fixture
+def saved(tmp_path, player):
+    """The folder of a model that knows the words of the look-up environment."""
+    save_model(player.model, player.tokenizer, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("typed", ["", "/go\n", "\n" * 20])
+def test_a_model_is_watched_and_its_tokens_are_shown(monkeypatch, capsys, saved, typed):
+    output = played(monkeypatch, capsys, typed, "--model", str(saved), "--max-turn-tokens", "3")
+    assert "user: Follow " in output
+    assert re.search(r"model: .*\(cut after 3 tokens\)", output)
+    assert "No success" in output
+
+
+def test_a_turn_of_a_model_is_taken_over_and_the_environment_gets_it(monkeypatch, capsys, saved):
+    flags = ("--model", str(saved), "--env-kwargs", "hops=2")
+    output = played(monkeypatch, capsys, "/expert\n" * 8, *flags)
+    assert "Success: outcome +1, 3 turns" in output
+    assert "ended by you" in played(monkeypatch, capsys, "/expert\n/quit\n", *flags)
+    output = played(monkeypatch, capsys, "/expert\n\n/expert\n", *flags, "--temperature", "0")
+    assert "\nmodel: " in output.replace("> ", "\n")
+    assert "Error" not in output.partition("model: ")[0]

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -91,7 +93,11 @@ def test_the_model_that_imitated_a_program_answers_it_behind_the_port(folder):
         ask["messages"] = [*TALK[:2], got["choices"][0]["message"], result]
         got = httpx.post(url, json=ask, headers=headers, timeout=60).json()
         assert got["choices"][0]["message"]["content"] == "river"
-        assert "Loading weights" not in (folder.parent / "serve.err").read_text()
+        errors = (folder.parent / "serve.err").read_text()
+        assert "Loading weights" not in errors
+        assert '"POST /v1/chat/completions HTTP/1.1" 401' in errors
+        assert child.stdout.readline().startswith('curl "$OPENAI_BASE_URL/chat/completions"')
+        assert re.fullmatch(r"Ready on http://\S+, Ctrl-C stops\n", child.stdout.readline())
     finally:
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 130
@@ -144,6 +150,12 @@ def test_serve_refuses_in_one_sentence(folder, capsys, monkeypatch, flags, words
         main(["serve", str(folder), *flags])
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_refused_before_the_model_loads(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as busy, pytest.raises(SystemExit):
+        main(["serve", "./no-model", "--port", str(busy.getsockname()[1])])
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
 
 
 def test_a_folder_is_data_and_its_environment_is_not_needed(folder, tmp_path):

@@ -27,6 +27,7 @@ from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.recipes.build import build_model, build_tokenizer
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.registry import load_function
 from gspo_env.seeding import HELD_OUT
 from gspo_envs.data.rewards import Attempt, RewardModel, Rewards, conversation_encoder, load_reward
 from gspo_envs.data.rows import TaskRows
@@ -469,3 +470,37 @@ def test_a_file_that_is_no_dataset_is_one_sentence(tmp_path, name, content, word
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=words):
         make_env("gspo/Dataset-v0", data=str(tmp_path / name), rewards=exact_match)
+
+
+PRICE = """
+def price(item: str) -> float:
+    \"\"\"Look up a price.
+
+    Args:
+        item: The name of the item.
+    \"\"\"
+    return {"pear": 0.5}[item]
+
+
+def untyped(item):
+    \"\"\"Look up a price.\"\"\"
+"""
+
+
+def test_functions_are_tools_of_a_dataset(tmp_path):
+    (tmp_path / "shop.py").write_text(PRICE)
+    spec = f"{tmp_path / 'shop.py'}:price"
+    call = '<tool_call>{"name": "price", "arguments": {"item": "pear"}}</tool_call>'
+    for tools in (spec, [spec], [load_function(spec, "tool")]):
+        env = make_env("gspo/Dataset-v0", data=SUMS, rewards=lambda a: len(a.texts), tools=tools)
+        env.reset(seed=0)
+        assert [tool.name for tool in read_prompt(env).tools] == ["price"]
+        observation, reward, ended, _, info = env.step(call)
+        assert (observation, reward, ended, info["observation_role"]) == ("0.5", 0.0, False, "tool")
+        assert env.step("0.5")[1:3] == (2.0, True)
+    for wrong, words in (
+        (f"{tmp_path / 'shop.py'}:untyped", "no type annotation"),
+        (3, "tools is 3"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make_env("gspo/Dataset-v0", data=SUMS, tools=wrong)

@@ -549,7 +549,7 @@ def test_an_environment_that_is_dropped_ends_its_program():
     [
         ({}, "neither of program and command"),
         ({"program": one_question, "command": ["true"]}, "both of program and command"),
-        ({"program": lambda task: None}, "base_url"),
+        ({"program": lambda task: None}, r"add these parameters.*OpenAI\(base_url=base_url"),
         ({"command": "true"}, "expected a list"),
         ({"program": one_question, "data": None}, "data is missing"),
         ({"program": one_question, "sandbox": True}, "sandbox is True"),

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from gspo_env.env.base import Action, Options, ResetResult, StepResult
 from gspo_env.env.tool_env import ToolEnv
+from gspo_env.env.tools import Tool, as_tool, tool
 from gspo_env.errors import ConfigError
 from gspo_env.registry import load_function
 from gspo_envs.data.rewards import Attempt, Rewards, check_success, settle
@@ -34,6 +35,8 @@ class DatasetEnv(ToolEnv):
             `question` (GSM8K), the first that a row has.
         chat: Use of a chat's messages: "context" for one answer, or "turns" that the policy answers
             one after the other.
+        tools: Typed, documented functions that the policy may call, or their places, such as
+            `["file.py:function"]`; see `gspo_env.env.tools.tool`.
         reply: Function of the `Attempt` so far that returns the user's next message, or None at the
             end; it may be asynchronous.
         score: When rewards are given: at the "end" of the episode or at every "turn".
@@ -59,6 +62,7 @@ class DatasetEnv(ToolEnv):
         held_out: Any = 0.1,
         column: str = "",
         chat: Literal["context", "turns"] = "context",
+        tools: str | Sequence[str | Callable[..., Any]] = (),
         reply: str | Callable[[Attempt], Any] | None = None,
         score: Literal["end", "turn"] = "end",
         success: float | None = None,
@@ -73,6 +77,10 @@ class DatasetEnv(ToolEnv):
                 raise ConfigError(f"Dataset: {name} is {value!r}, expected {' or '.join(allowed)}.")
         super().__init__(max_turns)
         check_success("Dataset", success)
+        named = [tools] if isinstance(tools, str) else tools
+        if not isinstance(named, (list, tuple)):
+            raise ConfigError(f"Dataset: tools is {tools!r}, expected functions or their places.")
+        self.tools = (*self.tools, *map(_load_tool, named))
         self.rewards = Rewards("Dataset", rewards, weights)
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
         self.num_tasks = len(self._rows)
@@ -187,6 +195,16 @@ class DatasetEnv(ToolEnv):
         if messages[-1]["role"] == "assistant":
             messages.pop()  # the reference answer
         return messages
+
+
+def _load_tool(spec: str | Callable[..., Any]) -> Tool:
+    """Returns the tool that a function, or the function of a place, is.
+
+    Raises:
+        ConfigError: It cannot be imported, or it is not typed and documented.
+    """
+    function = load_function(spec, "tool") if isinstance(spec, str) else spec
+    return as_tool(tool(function))
 
 
 def _answers(row: Mapping[str, Any], column: str, *, every: bool) -> list[str]:

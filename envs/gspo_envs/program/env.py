@@ -336,7 +336,8 @@ def _read_program(
     except (TypeError, ValueError) as error:
         name = getattr(function, "__name__", repr(function))
         raise ConfigError(
-            f"Program: {name} cannot be called as {name}(task, base_url=..., api_key=...): {error}."
+            f"Program: {name} cannot be called as {name}(task, base_url=..., api_key=...): {error}"
+            "; add these parameters, for its client: OpenAI(base_url=base_url, api_key=api_key)."
         ) from error
     return partial(start_function, function)
 
