@@ -297,7 +297,7 @@ class GSPOAgent:
         tasks = self.split(tasks).tasks if isinstance(tasks, int) else tasks
         with self._collector() as collector:
             collector.on_group = on_group
-            how = {"seed": seed, "group_size": samples, "temperature": temperature}
+            how: Any = {"seed": seed, "group_size": samples, "temperature": temperature}
             return self._loop.run(collector.collect(tasks, **how))
 
     def split(self, tasks: int = 0) -> Split:

@@ -156,7 +156,7 @@ def _messages(episode: Episode, chat: ChatTokenizer | None) -> list[Message]:
 
 
 def _answer(
-    turn: Turn, tools: Sequence[Tool], chat: ChatTokenizer | None, stop: Sequence[str] = ()
+    turn: Turn, tools: Sequence[Tool], chat: ChatTokenizer | None, stop: tuple[str, ...] = ()
 ) -> Message:
     """Returns the action of a turn as a message; `chat` parses what a model sampled."""
     from gspo_env.env.base import clean
