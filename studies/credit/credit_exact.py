@@ -42,7 +42,8 @@ DRIFT = 0.3
 
 def estimators(scale: str):
     """Returns the six estimators, and one with credit for the immediate reward only."""
-    made = {name: find("advantage", name)(scale=scale) for name in BUILTIN["advantage"]}
+    names = sorted({*BUILTIN["advantage"]} - {"distillation"})  # that has no rewards
+    made = {name: find("advantage", name)(scale=scale) for name in names}
     made["immediate only"] = ReturnsToGo(gamma=0.0, scale=scale)
     return made
 

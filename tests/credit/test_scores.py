@@ -32,7 +32,7 @@ TINY = Tiny(
     imitation_steps=80,
     imitation_learning_rate=2e-2,
 )
-ESTIMATORS = sorted(BUILTIN["advantage"])
+ESTIMATORS = sorted({*BUILTIN["advantage"]} - {"distillation"})
 
 COIN = """
 from gspo_env import TextEnv
