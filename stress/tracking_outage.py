@@ -87,17 +87,18 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def written(run: Path) -> Counter[tuple[str, int, int, float]]:
-    """Returns name, step, time and value of each point in a run's folder."""
+    """Returns name, step, time and value of each point in a run's folder that is not 0."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return Counter(
         (name, line["step"], line["time"], value)
         for line in lines
         for name, value in line["metrics"].items()
+        if value
     )
 
 
 def received(uri: str, run: Path) -> Counter[tuple[str, int, int, float]]:
-    """Returns the same of each point on the server, in all of its runs."""
+    """Returns the same of each point on the server, in all of its runs, without second names."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=uri)
@@ -105,8 +106,9 @@ def received(uri: str, run: Path) -> Counter[tuple[str, int, int, float]]:
     points: Counter[tuple[str, int, int, float]] = Counter()
     for each in client.search_runs(experiments):
         for name in each.data.metrics:
-            history = client.get_metric_history(each.info.run_id, name)
-            points.update((p.key, p.step, p.timestamp, p.value) for p in history)
+            if not name.startswith("Success/"):
+                history = client.get_metric_history(each.info.run_id, name)
+                points.update((p.key, p.step, p.timestamp, p.value) for p in history if p.value)
     return points
 
 

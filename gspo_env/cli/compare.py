@@ -51,7 +51,7 @@ class Compare(Run):
         from pathlib import Path
 
         from gspo_env.compare import compare, parse
-        from gspo_env.report.comparison import write_report
+        from gspo_env.report.comparison import METHODS, write_report
 
         names = ("seeds", "first_seed", "metric", "target", "workers")
         options = {name: getattr(self, name) for name in names}
@@ -70,7 +70,7 @@ class Compare(Run):
         except KeyboardInterrupt:
             print(f"Stopped. The same command resumes with the results in {folder}.")
             raise
-        print_markdown((folder / "report.md").read_text())
+        print_markdown((folder / "report.md").read_text().partition(f"## {METHODS}")[0])
         print(f"Page: {folder / 'report.html'}")
 
 

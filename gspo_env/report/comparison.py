@@ -18,6 +18,8 @@ from gspo_env.report import plots
 from gspo_env.report.page import Section, html_page, markdown_page
 from gspo_env.types import BoolArray, FloatArray
 
+METHODS = "Statistics and methods"
+"""Title of the section behind the results."""
 _TAIL = 0.1
 """The final score is the mean of the last points of a curve, this fraction of them."""
 
@@ -181,7 +183,7 @@ def _to_target(
 def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
     """Returns the header and a line for each arm."""
     kind = stats.interval_name(comparison.seeds)
-    head = ["arm", "difference from the first (95 % interval)"]
+    head = ["arm", "difference from the first, over training (95 % interval)"]
     head += [f"area under the curve ({kind})", f"final ({kind})"]
     head += ["P(better than first)", "p (Holm)", "failed"]
     if comparison.target:
@@ -204,6 +206,51 @@ def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
             line.append(f"{middle:,.0f}" if np.isfinite(middle) else "not reached")
         lines.append(line)
     return lines
+
+
+def short_table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
+    """Returns the columns of `table` that answer most questions."""
+    lines = table(comparison, rows)
+    kept = [0, 3, 1]
+    if any(row.failed for row in rows):
+        kept.append(6)
+    if comparison.target:
+        kept.append(7)
+    return [[line[n] for n in kept] for line in lines]
+
+
+def conclusion(metric: str, rows: Sequence[Row], tests: int = 0) -> str:
+    """Says in plain words where each arm ends, and whether the seeds show a difference.
+
+    Args:
+        metric: The metric that is compared.
+        rows: The arms of a problem.
+        tests: Number of tests over all problems; by default those of this one.
+    """
+    first, others, pairs = rows[0].arm.name, rows[1:], len(rows[0].areas)
+    sentences = [f"{metric} ends at {', at '.join(map(_end, rows))}."]
+    for sign, word in ((1, "better"), (-1, "worse")):
+        if names := [row.arm.name for row in others if row.direction == sign]:
+            sentences.append(f"{', '.join(names)}: {word} than {first}.")
+    if unclear := [row.arm.name for row in others if not row.direction]:
+        about = f" for {', '.join(unclear)}" if len(unclear) < len(others) else ""
+        seeds = f"{pairs} seed{'s'[: pairs > 1]}"
+        needed = stats.fewest_pairs(0.05 / (tests or len(others)))
+        sentences.append(
+            f"{seeds} cannot show a difference{about}; {needed} can."
+            if pairs < needed
+            else f"No difference is shown{about}; more than {seeds} can show a smaller one."
+        )
+    return " ".join(sentences)
+
+
+def _end(row: Row) -> str:
+    """Returns the range of the final scores of the runs that did not fail."""
+    scores = np.sort(row.finals)[row.failed :]
+    if not len(scores):
+        return f"nothing with {row.arm.name}, whose runs all failed"
+    low, high = f"{scores[0]:.2f}", f"{scores[-1]:.2f}"
+    return f"{low if low == high else f'{low} to {high}'} with {row.arm.name}"
 
 
 def verdict(rows: Sequence[Row], tests: int = 0) -> str:
@@ -260,6 +307,15 @@ def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
     if different:
         first, last = rows[0].episodes[0], rows[0].episodes[-1]
         text += f" Everything is compared from episode {first:,.0f} to {last:,.0f}, which all have."
+    if len(rows[0].episodes) < 3:
+        config = comparison.problems[name]
+        text += (
+            f" The curves have no more than two points, since runs of {config.steps} steps are "
+            f"evaluated at the start, at the end and every {config.eval_every} steps; "
+            f"--eval-every {max(1, config.steps // 5)} gives more."
+            if comparison.metric.startswith("eval/")
+            else " The curves have no more than two points, since the runs have so few steps."
+        )
     other = [row.arm.name for row in rows if not comparison.same_start(name, row.arm)]
     if other:
         text += f" {', '.join(other)}: another start than the first arm."
@@ -293,7 +349,8 @@ def write_report(
         folder: Where the files go.
         command: The command that made the report, which the page shows.
     """
-    sections = [Section(text=_method(comparison))]
+    sections: list[Section] = []
+    folded = [Section(title=METHODS, text=_method(comparison), folded=True)]
     tests = len(comparison.problems) * (len(comparison.arms) - 1)
     for name, rows in summarise(comparison, results).items():
         picture = folder / f"curves-{slug(name)}.png"
@@ -301,16 +358,19 @@ def write_report(
         section = Section(
             title=name,
             text=_about(comparison, name, rows),
-            strong=verdict(rows, tests),
-            table=table(comparison, rows),
+            strong=conclusion(comparison.metric, rows, tests),
+            table=short_table(comparison, rows),
             picture=picture,
             caption=f"Learning curves of {name}",
         )
         sections.append(section)
+        title, text = f"All statistics of {name}", verdict(rows, tests)
+        every = table(comparison, rows)
+        folded.append(Section(title=title, text=text, table=every, folded=True))
     failed = [f"{r.run.name}: {r.error}" for r in results if r.error]
     if failed:
         sections.append(Section(title="Failed runs", items=failed))
-    sections += _origin(comparison, command)
+    sections += [*folded, *_origin(comparison, command)]
     paths = [folder / "report.html", folder / "report.md"]
     write_text(paths[0], html_page("Comparison", sections))
     write_text(paths[1], markdown_page("Comparison", sections[:-1]))
@@ -328,6 +388,7 @@ def _origin(comparison: Comparison, command: str) -> Iterator[Section]:
     settings = {name: to_toml(config) for name, config in comparison.problems.items()}
     yield Section(
         title="How it was made",
+        folded=True,
         text=f"gspo_env {gspo_env.__version__}, {created}{by}.",
         items=arms,
         blocks=settings,

@@ -22,6 +22,8 @@ class Section:
     """A part of a page; all texts are plain texts."""
 
     title: str = ""
+    folded: bool = False
+    """Whether HTML shows only the title until a click."""
     text: str = ""
     strong: str = ""
     """A sentence to stress."""
@@ -58,8 +60,8 @@ def markdown_page(title: str, sections: Sequence[Section]) -> str:
     parts = [f"# {cell(title)}", ""]
     for section in sections:
         parts += [f"## {cell(section.title)}", ""] if section.title else []
-        parts += [cell(section.text), ""] if section.text else []
         parts += [f"**{cell(section.strong)}**", ""] if section.strong else []
+        parts += [cell(section.text), ""] if section.text else []
         parts += [*(f"- {cell(item)}" for item in section.items), ""] if section.items else []
         if section.table:
             head, *rows = (f"| {' | '.join(map(cell, line))} |" for line in section.table)

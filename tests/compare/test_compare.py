@@ -27,7 +27,7 @@ from gspo_env.compare.stats import (
 from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.credit import GiGPO, GroupGAE
 from gspo_env.errors import ConfigError, OutputError, UnknownEnvironmentError
-from gspo_env.report.comparison import summarise, table, verdict, write_report
+from gspo_env.report.comparison import METHODS, summarise, table, verdict, write_report
 from gspo_env.tracking.base import NoTracker
 from gspo_env.tracking.mlflow import MLflow
 
@@ -386,6 +386,41 @@ def test_a_failed_run_ranks_below_the_worst_run_in_every_statistic(
     if len(lost) == 8:
         assert rows[1].improvement == 0.5
         assert table(comparison, rows)[1][2] == "all runs failed"
+
+
+@pytest.mark.parametrize(
+    ("seeds", "gain", "broken", "words"),
+    [
+        (3, 0.3, (), "3 seeds cannot show a difference; 6 can."),
+        (8, 0.3, (), "token: better than sequence."),
+        (8, 0.0, (), "No difference is shown; more than 8 seeds can show a smaller one."),
+        (3, 0.3, (0, 1, 2), "at nothing with token, whose runs all failed. 3 seeds cannot"),
+    ],
+)
+def test_a_report_begins_with_where_the_arms_end_and_folds_its_methods(
+    tmp_path, seeds, gain, broken, words
+):
+    arms = (Arm(name="sequence", changes={}), Arm(name="token", changes={"gamma": 0.5}))
+    comparison = Comparison(problems={"one": small()}, arms=arms, seeds=seeds)
+    lost = {("token", seed) for seed in broken}
+    results = learning(comparison, tmp_path, lambda played, seed: 0.25 + seed / 100, broken=lost)
+    steps = (0, comparison.problems["one"].steps)
+    for n, result in enumerate(results):
+        if result.run.arm.name == "token" and not result.error:
+            value = 0.25 + gain + result.run.seed / 100 + 0.001 * (-1) ** result.run.seed
+            history = [(step, {"eval/success": value}) for step in steps]
+            results[n] = dataclasses.replace(result, history=history)
+    write_report(comparison, results, tmp_path)
+    lead, _, rest = (tmp_path / "report.md").read_text().partition(f"## {METHODS}")
+    assert f"eval/success ends at 0.25 to 0.{24 + seeds + (seeds == 1)} with sequence, at " in lead
+    assert words in lead
+    assert "Holm" not in lead
+    assert "Holm" in rest
+    if not broken:
+        assert "The curves have no more than two points" in lead
+        assert "--eval-every 1 gives more." in lead
+    page = (tmp_path / "report.html").read_text()
+    assert page.index(words) < page.index("<table>") < page.index("<details><summary><strong>")
 
 
 def test_the_verdict_names_what_is_shown_and_what_the_seeds_can_show(tmp_path):

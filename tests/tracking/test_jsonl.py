@@ -318,7 +318,7 @@ tracker = start(MLflow(tracking_uri=sys.argv[1]), RunInfo(name="killed", folder=
 while not tracker.ids["mlflow"]:
     time.sleep(0.01)
 for step in range(500):
-    tracker.log({"a": step / 7, "b": 1.0}, step)
+    tracker.log({"a": (step + 1) / 7, "b": 1.0}, step)
     time.sleep(0.002)
     if step == 300:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -334,7 +334,7 @@ def test_points_of_a_killed_process_arrive_when_the_run_goes_on(store, tmp_path)
     info = RunInfo(name="killed", folder=tmp_path, resume={"mlflow": first.id})
     with start(MLflow(tracking_uri=store), info) as tracker:
         for step in range(250, 310):
-            tracker.log({"a": step / 7, "b": 1.0}, step)
+            tracker.log({"a": (step + 1) / 7, "b": 1.0}, step)
     assert tracker.ids == {"mlflow": first.id}
     assert len(lines(tmp_path)) == 310
     assert stored(store, first.id) == written(tmp_path)
