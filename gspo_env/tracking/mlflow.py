@@ -18,7 +18,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -36,6 +36,7 @@ from gspo_env.tracking.mlflow_traces import TraceWriter
 from gspo_env.tracking.traces import Trace
 
 if TYPE_CHECKING:
+    from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
 # MLflow's limits (mlflow.utils.validation).
@@ -56,8 +57,7 @@ _VIEW = "workflowType=machine_learning"
 _FIRST = {"eval/success": "Success/evaluation", "rollout/success": "Success/training"}
 """Metrics with a second name, with which MLflow's charts, sorted by name, begin."""
 _RESULT = re.compile("/(success|outcome|return|reward)|^Success/")
-"""Metrics that are recorded even if they are 0; others from the first other value on, since most
-count faults that never happen."""
+"""Metrics that are recorded even if always 0; most others count faults that never happen."""
 _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -146,6 +146,8 @@ class _Run:
     traces: TraceWriter
     metrics: set[str]
     """Names of the metrics that it has."""
+    zeros: dict[str, list[Metric]] = field(default_factory=dict)
+    """The first and the last point of each metric that has been 0 so far."""
 
 
 class MLflowTracker:
@@ -176,9 +178,12 @@ class MLflowTracker:
         for point in points:
             first = {_FIRST[name]: value for name, value in point.metrics.items() if name in _FIRST}
             for name, value in {**first, **point.metrics}.items():
+                metric = Metric(_key(name), value, point.time, point.step)
                 if value or name in run.metrics or _RESULT.search(name):
+                    metrics += [*run.zeros.pop(name, ()), metric]
                     run.metrics.add(name)
-                    metrics.append(Metric(_key(name), value, point.time, point.step))
+                else:
+                    run.zeros.setdefault(name, [])[1:] = [metric]
         for start in range(0, len(metrics), _METRICS_PER_BATCH):
             run.client.log_batch(run.run_id, metrics=metrics[start : start + _METRICS_PER_BATCH])
 

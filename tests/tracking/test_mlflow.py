@@ -118,7 +118,7 @@ def test_a_run_is_resumed_and_a_run_of_a_comparison_names_its_parent(begin, tmp_
     assert child.info.run_name == "child"
 
 
-def test_counts_appear_with_their_first_event_and_results_even_at_zero(begin, tmp_path):
+def test_a_metric_that_is_always_zero_is_no_chart_unless_it_is_a_result(begin, tmp_path):
     with begin() as tracker:
         for step, errors in enumerate((0, 0, 2, 0)):
             tracker.log({"eval/success": 0, "eval/env_errors": errors, "train/splits": 0}, step)
@@ -127,7 +127,8 @@ def test_counts_appear_with_their_first_event_and_results_even_at_zero(begin, tm
     run, client = recorded(tmp_path), MlflowClient()
     assert run.data.metrics == {"eval/success": 0, "Success/evaluation": 0, "eval/env_errors": 0}
     history = client.get_metric_history(run.info.run_id, "eval/env_errors")
-    assert [(point.step, point.value) for point in history] == [(2, 2), (3, 0), (4, 0)]
+    points = [(point.step, point.value) for point in history]
+    assert points == [(0, 0), (1, 0), (2, 2), (3, 0), (4, 0)]
 
 
 def test_the_summary_is_the_description_and_a_new_experiment_is_marked_as_training(begin, tmp_path):
