@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import operator
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge
 
 from gspo_env.errors import ConfigError
-from gspo_env.registry import check_values
+from gspo_env.registry import check_values, load_function
 
 if TYPE_CHECKING:
     from gspo_env.chat import ChatTokenizer
     from gspo_env.env.tools import Tool
-    from gspo_env.types import Episode, Message, ResetInfo, StepInfo, Turn
+    from gspo_env.types import Episode, Group, Message, ResetInfo, StepInfo, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,16 @@ class Capture:
     out: str = ""
     """The file to write; it must not exist."""
     episodes: Annotated[int, Ge(1)] = 100
-    """Episodes to record, of tasks that are not held out for evaluation."""
+    """Tasks to play, none of which is held out for evaluation."""
+    samples: Annotated[int, Ge(1)] = 1
+    """Episodes of each task."""
+    best: Annotated[int, Ge(0)] = 0
+    """Record so many episodes of each task, those with the highest rewards; 0 records all."""
+    keep: str = ""
+    """Record only episodes with this condition, such as "reward >= 1 and turns < 4"; it compares
+    `reward`, `success`, `turns` or a named part of the reward with a number."""
+    judge: str = ""
+    """A group reward that adds its score, such as `judges.py:JUDGE`."""
     temperature: float | None = None
     """Sampling temperature; that of the training by default."""
     seed: int = 0
@@ -56,7 +68,7 @@ class Capture:
         from gspo_env.seeding import derive_seed
         from gspo_env.types import Task
 
-        kwargs = self._arguments()
+        kwargs, conditions = self._arguments(), read_conditions(self.keep)
         heat = {} if self.temperature is None else {"temperature": self.temperature}
         env = self.env or "gspo/Program-v0"
         scripted, more = self.model == "scripted", {"seed": self.seed}
@@ -66,9 +78,16 @@ class Capture:
             agent = load_agent("gspo").load(self.model, env, env_kwargs=kwargs, rollout=heat)
         seeds = (derive_seed("capture", self.seed, n) % 10**9 for n in range(self.episodes))
         tasks = [Task(env_id=agent.env_id, seed=seed) for seed in seeds]
-        groups = agent.evaluate(tasks, **more)
+        groups = agent.evaluate(tasks, self.samples, **more)
+        if self.judge:
+            groups = asyncio.run(_judge(self.judge, groups))
         played = [episode for group in groups for episode in group.episodes]
-        whole = [episode for episode in played if episode.turns and not episode.failed]
+        whole = [
+            episode
+            for group in groups
+            for episode in _best(group, self.best)
+            if all(condition(_numbers(episode)) for condition in conditions)
+        ]
         chat = None if scripted else agent.chat
         lines = [line for episode in whole for line in to_lines(episode, chat)]
         with Path(self.out).open("x", encoding="utf-8") as file:
@@ -76,6 +95,7 @@ class Capture:
         failed = sum(episode.failed for episode in played)
         wins = sum(bool(episode.success) for episode in played)
         print(f"episodes       {len(played)}, {wins} with success, {failed} failed")
+        print(f"recorded       {len(whole)} episodes")
         print(f"conversations  {len(lines)} in {self.out}")
 
     def _arguments(self) -> dict[str, Any]:
@@ -107,6 +127,61 @@ class Capture:
             raise ConfigError(f"command is {self.command!r}: {error}") from error
         started = {"program": self.program} if self.program else {"command": command}
         return {**started, "data": self.data, "rewards": list(self.rewards)}
+
+
+Condition = Callable[[Mapping[str, float]], bool]
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
+def read_conditions(text: str) -> list[Condition]:
+    """Reads conditions such as "reward >= 1 and turns < 4"; none of an empty text.
+
+    Raises:
+        ConfigError: A condition has another form.
+    """
+
+    def read(part: str) -> Condition:
+        match = re.fullmatch(r"(\w+) *(>=|<=|==|>|<) *(-?\d+(?:\.\d+)?)", part.strip())
+        if match is None:
+            raise ConfigError(f"keep has {part!r}; expected a form such as 'reward >= 1'")
+        name, compare, bound = match[1], _COMPARISONS[match[2]], float(match[3])
+        return lambda numbers: name in numbers and compare(numbers[name], bound)
+
+    return [read(part) for part in text.split(" and ")] if text else []
+
+
+def _numbers(episode: Episode) -> dict[str, float]:
+    """Returns what conditions compare."""
+    from gspo_env.rollout.metrics import EpisodeStats
+
+    named = {"success": float(bool(episode.success)), "turns": float(len(episode.turns))}
+    return {**EpisodeStats.of([episode]).reward_parts, "reward": episode.outcome, **named}
+
+
+def _best(group: Group, count: int) -> list[Episode]:
+    """Returns the episodes with the highest rewards, or all for a count of 0."""
+    played = [episode for episode in group.episodes if episode.turns and not episode.failed]
+    return sorted(played, key=lambda episode: -episode.outcome)[:count] if count else played
+
+
+async def _judge(name: str, groups: Sequence[Group]) -> list[Group]:
+    """Adds the scores of a group reward.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    from gspo_env.rewards import GroupReward, score_group
+
+    reward = load_function(name, "judge")
+    if not isinstance(reward, GroupReward):
+        raise ConfigError(f"judge is {name!r}; expected a gspo_env.rewards.GroupReward")
+    return await asyncio.gather(*(score_group([(reward, 1.0)], None, group) for group in groups))
 
 
 def to_lines(episode: Episode, chat: ChatTokenizer | None) -> list[str]:

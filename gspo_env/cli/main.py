@@ -26,6 +26,7 @@ COMMANDS = {
     "report": "gspo_env.cli.report:Report",
     "serve": "gspo_env.cli.serve:Serve",
     "capture": "gspo_env.cli.capture:Capture",
+    "rescore": "gspo_env.cli.rescore:Rescore",
     "sync": "gspo_env.cli.sync:Sync",
     "envs": "gspo_env.cli.envs:Envs",
     "play": "gspo_env.cli.play:Play",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
@@ -148,6 +148,9 @@ class TextEnv(gymnasium.Env[str, str]):
     credit_score: Literal["turns", "outcome", "sum"] | None = None
     """Rewards that estimators of returns learn from: those of the turns, the outcome at the last
     turn, or the sum of both; None infers it from the first episodes of a run."""
+    group_reward: Callable[[Any], Awaitable[Any]] | None = None
+    """Adds rewards that see all finished episodes of a group: takes and returns a
+    `gspo_env.types.Group`; see `gspo_env.rewards.score_group`."""
     takes_cut_actions: bool = False
     """Whether `step` also takes actions that were cut at their limit of tokens or whose prompt did
     not fit (`Action.finish_reason`), and the episode goes on; otherwise such an episode ends."""

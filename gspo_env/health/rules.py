@@ -338,6 +338,25 @@ def tool_calls(run: RunRecord, limit: float) -> Explanation | None:
     )
 
 
+@rule(limit=0.5, explains=("no_progress",))
+def judge(run: RunRecord, limit: float) -> Explanation | None:
+    """The noise of a judge is this share of the variance of its scores in a group, or more."""
+    prefix = "rollout/reward/"
+    names = [name.removesuffix("_noise") for name in run.series if name.endswith("_noise")]
+    for name in (name for name in names if name.startswith(prefix)):
+        noise, spread = run.late(f"{name}_noise"), run.late(f"{name}_spread")
+        if noise is None or spread is None or not noise or noise**2 < limit * spread**2:
+            continue
+        return (
+            f"The noise of the reward {name.removeprefix(prefix)} drowns the differences in a "
+            f"group: asked twice, its scores differ by a standard deviation of {noise:.2g}, and "
+            f"those of a group by {spread:.2g} ({when(run)}).",
+            "Ask a stronger judge or one with temperature 0, name more criteria, or compare "
+            'episodes (kind="rank" or "pairs").',
+        )
+    return None
+
+
 @rule(limit=3.5, needs=("rollout/success",), explains=("no_variance", "no_progress"))
 def hacking(run: RunRecord, limit: float) -> Explanation | None:
     """The return rises while success falls, both by so many standard errors."""

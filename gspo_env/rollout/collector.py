@@ -231,12 +231,10 @@ class Collector:
                     f"{redraw.task.env_id}: two resets with seed {episode.task.seed} had different "
                     "task keys; expected one task_key for each seed and options."
                 )
-        return Group(
-            task=redraw.task,
-            episodes=episodes,
-            redrawn=redraw.count if held_out else None,
-            seconds=seconds,
-        )
+        count = redraw.count if held_out else None
+        group = Group(task=redraw.task, episodes=episodes, redrawn=count, seconds=seconds)
+        score = self.pool.of(group.task.env_id).group_reward
+        return await score(group) if score else group
 
     def check(self, groups: Sequence[Group]) -> None:
         """Checks the groups of a batch.

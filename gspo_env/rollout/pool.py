@@ -24,7 +24,7 @@ from gspo_env.rollout.failures import (
 from gspo_env.rollout.play import ENDED, Policy, play, run_now
 from gspo_env.runtime.loops import ActiveTimeout, has_async
 from gspo_env.runtime.threads import EnvThread, attempt, log_once
-from gspo_env.types import Episode, Fault, StopReason, Task
+from gspo_env.types import Episode, Fault, Group, StopReason, Task
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,8 @@ class EnvPool:
     close_timeout: float = 10.0
     """Seconds that `close` waits for the environments."""
     faults: FaultLog = field(default_factory=FaultLog)
+    group_reward: Callable[[Group], Awaitable[Group]] | None = None
+    """The environments' own `group_reward`."""
     _declared: bool = False
     """Whether `blocking` is known."""
     _first: asyncio.Event | None = None
@@ -201,7 +203,7 @@ class EnvPool:
         self.faults.summarise()
 
     def _read(self, env: TextEnvironment) -> None:
-        self._declared = True
+        self._declared, self.group_reward = True, attribute(env, "group_reward", None)
         if self.blocking is None and not has_async(
             type(env.unwrapped), attribute(env, "tools", ())
         ):

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pretend_judge import serve
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.chat.transcript import ChatTokenizer
@@ -123,6 +124,7 @@ def test_what_the_scripted_agent_plays_is_recorded_and_can_be_imitated(chat, tmp
         (["--program", ""], "one of --env, --program and --command"),
         (["--program", "", "--command", "'"], "command is"),
         (["--episodes", "0"], "episodes is 0"),
+        (["--keep", "reward"], "keep has 'reward'"),
         (["--data", ""], "--data"),
         (["--out", "no/such/folder/x.jsonl"], "does not exist"),
     ],
@@ -132,6 +134,30 @@ def test_capture_refuses_in_one_sentence(files, tmp_path, capsys, flags, words):
         capture(files, tmp_path / "x.jsonl", *flags)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_the_best_episodes_of_an_environment_are_recorded_and_can_be_imitated(tmp_path, capsys):
+    out = tmp_path / "best.jsonl"
+    flags = ["--model", "scripted", "--env", "gspo/Lookup-v0", "--episodes", "4", "--samples", "2"]
+    keep = "reward >= 1 and turns < 9"
+    main(["capture", *flags, "--best", "1", "--keep", keep, "--out", str(out)])
+    assert "recorded       4 episodes" in capsys.readouterr().out
+    assert len(read_conversations(str(out), 1.0)) == 4
+
+
+def test_a_judge_ranks_the_samples_of_a_task_where_there_is_no_reward(files, tmp_path):
+    rows = [{"prompt": f"river {word}?"} for word in ("amber", "birch")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    out = tmp_path / "best.jsonl"
+    with serve(lambda question: "9" if "| amber" in question else "2") as server:
+        source = f"JUDGE = Judge(url={server.url!r}, model='m', cache='')"
+        (tmp_path / "judges.py").write_text(f"from gspo_env.rewards import Judge\n{source}\n")
+        flags = ["--env", "gspo/Dataset-v0", "--env-kwargs", f"data={tmp_path / 'rows.jsonl'}"]
+        flags += ["--model", str(files / "model"), "--episodes", "2", "--samples", "3"]
+        main(["capture", *flags, "--judge", f"{tmp_path / 'judges.py'}:JUDGE", "--out", str(out)])
+    rewards = [json.loads(line)["reward"] for line in out.read_text().splitlines()]
+    assert len(rewards) == 6
+    assert set(rewards) <= {0.2, 0.9}
 
 
 def test_an_answer_is_recorded_as_the_program_received_it(chat):

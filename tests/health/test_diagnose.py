@@ -125,6 +125,14 @@ CASES = [
         {"rollout/malformed_calls": (0.1, 0.6)},
         {"rollout/malformed_calls": (0.0, 0.2)},
     ),
+    *(
+        (
+            "judge",
+            {**STUCK, f"{name}_noise": (0.2, 0.2), f"{name}_spread": (0.25, 0.25)},
+            {**STUCK, f"{name}_noise": (0.1, 0.1), f"{name}_spread": (0.25, 0.25)},
+        )
+        for name in ("rollout/reward/judge", "rollout/reward/tone")
+    ),
     (
         "hacking",
         {

@@ -82,6 +82,7 @@ class DatasetEnv(ToolEnv):
             raise ConfigError(f"Dataset: tools is {tools!r}, expected functions or their places.")
         self.tools = (*self.tools, *map(_load_tool, named))
         self.rewards = Rewards("Dataset", rewards, weights)
+        self.group_reward = self.rewards.of_group(success)
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
         self.num_tasks = len(self._rows)
         self.reply = load_function(reply, "reply") if isinstance(reply, str) else reply

@@ -6,20 +6,24 @@ import asyncio
 import contextlib
 import inspect
 import math
+import os
 import queue
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from numbers import Real
 from typing import Any
 
+from gspo_env.env.isolated import ISOLATED
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.model.load import load_model
 from gspo_env.registry import load_function
+from gspo_env.rewards import GroupReward, score_group
 from gspo_env.runtime import loops
+from gspo_env.types import Group
 from gspo_envs.data.rows import Message, as_list
 
 Ids = list[int]
@@ -63,6 +67,8 @@ class Reward:
     """Whether it is asynchronous or a model, so that `step` waits for it."""
     batched: bool = False
     """Whether it returns a list of one number, as TRL's functions do."""
+    of_group: GroupReward | None = None
+    """What scores the finished episodes of a group instead of the function."""
 
 
 def load_reward(spec: Any) -> Reward:
@@ -70,8 +76,9 @@ def load_reward(spec: Any) -> Reward:
 
     Args:
         spec: A function of an `Attempt`, a function with TRL's signature (it has a parameter
-            `completions`), a `RewardModel`, `module:function`, `file.py:function`, or the folder
-            or hub id of a `transformers` sequence classifier.
+            `completions`), a `RewardModel`, a `gspo_env.rewards.GroupReward` such as a `Judge`,
+            `module:name` or `file.py:name` of one of them, or the folder or hub id of a
+            `transformers` sequence classifier.
 
     Raises:
         ConfigError: It is none of these.
@@ -81,6 +88,8 @@ def load_reward(spec: Any) -> Reward:
         return _load_named(spec)
     if isinstance(spec, RewardModel):
         return Reward(name=spec.name, function=spec, waits=True)
+    if isinstance(spec, GroupReward):
+        return Reward(name=spec.name, function=_nothing, waits=False, of_group=spec)
     if not callable(spec):
         raise ConfigError(f"reward is {spec!r}, expected a function, its place, or a model.")
     name = re.sub(r"\W", "", getattr(spec, "__name__", type(spec).__name__))
@@ -117,10 +126,28 @@ class Rewards:
             )
         self.weights = dict(zip(names, map(float, numbers or [1.0] * len(names)), strict=True))
         self.waits = any(reward.waits for reward in self._rewards)
+        self._of_group = [
+            (each.of_group, self.weights[each.name])
+            for each in self._rewards
+            if each.of_group is not None
+        ]
+        if self._of_group and ISOLATED in os.environ:
+            raise ConfigError(
+                f"{owner}: rewards has {self._of_group[0][0].name}, which sees whole groups, and "
+                "the environment runs in its own process; expected --isolation thread."
+            )
 
     def __len__(self) -> int:
         """Returns the number of rewards."""
         return len(self._rewards)
+
+    def of_group(self, success: float | None) -> Callable[[Group], Awaitable[Group]] | None:
+        """Returns what adds the rewards that see a whole group; None if there are none.
+
+        Args:
+            success: See `DatasetEnv`.
+        """
+        return partial(score_group, self._of_group, success) if self._of_group else None
 
     def judge(self, attempt: Attempt) -> tuple[float, dict[str, float]]:
         """Returns the weighted sum of all rewards, and each; a reward of None is left out.

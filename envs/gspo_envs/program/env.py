@@ -130,6 +130,7 @@ class ProgramEnv(TextEnv):
         self._ends = _read_ends(ends)
         check_success("Program", success)
         self.rewards = Rewards("Program", rewards, weights)
+        self.group_reward = self.rewards.of_group(success)
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
         self.num_tasks = len(self._rows)
         self._running: RunningProgram | None = None

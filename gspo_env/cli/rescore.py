@@ -1,0 +1,185 @@
+"""`gspo-env rescore`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from gspo_env.errors import ConfigError
+from gspo_env.registry import load_function
+
+if TYPE_CHECKING:
+    from gspo_env.episodes import EpisodeRecord
+    from gspo_env.types import Episode, Group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rescore:
+    """Score the kept episodes of a run with other rewards, without playing."""
+
+    folder: tyro.conf.Positional[str] = ""
+    """Folder of the run."""
+    rewards: tuple[str, ...] = ()
+    """The rewards, as in `gspo/Dataset-v0`, such as `mine.py:exact_match` or `judges.py:JUDGE`."""
+    weights: tuple[float, ...] = ()
+    """One for each reward; 1 by default."""
+    data: str = ""
+    """The rows that the rewards read; those of the run by default."""
+    phases: tuple[str, ...] = ("train",)
+    """Any of train, eval and greedy."""
+    out: str = ""
+    """File to write: a JSON line for each episode with its return before and now."""
+
+    def run(self) -> None:
+        """Prints what would have changed."""
+        from gspo_env.episodes import read_episodes
+
+        if not self.folder or not self.rewards:
+            raise ConfigError("expected the folder of a run and --rewards")
+        by_group: dict[str, list[EpisodeRecord]] = {}
+        for record in read_episodes(self.folder, phases=self.phases):
+            if record.turns:
+                by_group.setdefault(record.group, []).append(record)
+        ids = [record.episode for records in by_group.values() for record in records]
+        before = [_to_group(records) for records in by_group.values()]
+        now = asyncio.run(self._score(before))
+        pairs = [
+            (one, two)
+            for old, new in zip(before, now, strict=True)
+            for one, two in zip(old.episodes, new.episodes, strict=True)
+        ]
+        print("\n".join(_compare(before, now, dict(zip(ids, pairs, strict=True)))))
+        if self.out:
+            with Path(self.out).open("x", encoding="utf-8") as file:
+                for name, (one, two) in zip(ids, pairs, strict=True):
+                    row = {"episode": name, "before": _return(one), "now": _return(two)}
+                    row["parts"] = dict(two.turns[-1].info.reward_parts)
+                    file.write(json.dumps(row | {"error": two.error}) + "\n")
+
+    async def _score(self, groups: Sequence[Group]) -> list[Group]:
+        """Returns the groups with the new rewards in place of the old ones."""
+        from gspo_env.trust import read_saved
+
+        saved = read_saved(self.folder)
+        kwargs: dict[str, Any] = dict(saved.tree.get("env_kwargs", {})) if saved else {}
+        data = self.data or kwargs.get("data")
+        names = [name for name in ("split", "subset", "held_out") if name in kwargs]
+        make_rows = load_function("gspo_envs.data.rows:TaskRows", "data")
+        rows = make_rows(data, **{name: kwargs[name] for name in names}) if data else None
+        load = load_function("gspo_envs.data.rewards:Rewards", "rewards")
+        rewards = load("rescore", list(self.rewards), list(self.weights))
+        bare = [_score_each(group, rewards, rows, kwargs.get("score")) for group in groups]
+        add = rewards.of_group(kwargs.get("success"))
+        return await asyncio.gather(*map(add, bare)) if add else bare
+
+
+def _score_each(group: Group, rewards: Any, rows: Any, when: Any) -> Group:
+    """Scores each episode with the rewards that see one."""
+    from gymnasium.utils.seeding import np_random
+
+    from gspo_env.rewards.judge import conversation, opening
+
+    make = load_function("gspo_envs.data.rewards:Attempt", "rewards")
+    task, row = group.task, {}
+    if rows is not None:
+        row, _ = rows.pick(np_random(task.seed)[0], task.seed, task.options.get("row"))
+    episodes = []
+    for episode in group.episodes:
+        turns, prompt = list(episode.turns), _plain(opening(episode))
+        for k in range(len(turns)):
+            value, parts = 0.0, {}
+            if when == "turn" or k == len(turns) - 1:
+                spoken = _plain(conversation(episode, k))
+                ids = tuple(i for turn in turns[: k + 1] for i in turn.action_ids)
+                attempt = make(
+                    prompt=prompt, completion=spoken, row=row, plain=len(prompt) == 1, token_ids=ids
+                )
+                value, parts = rewards.judge(attempt)
+            info = replace(turns[k].info, reward_parts=parts)
+            turns[k] = replace(turns[k], reward=value, info=info)
+        total = sum(turn.reward for turn in turns)
+        episodes.append(replace(episode, turns=tuple(turns), outcome=total))
+    return replace(group, episodes=tuple(episodes))
+
+
+def _plain(messages: Sequence[tuple[str, str]]) -> tuple[dict[str, str], ...]:
+    return tuple({"role": role, "content": text} for role, text in messages)
+
+
+def _to_group(records: Sequence[EpisodeRecord]) -> Group:
+    from gspo_env.types import Group
+
+    episodes = tuple(map(_to_episode, records))
+    return Group(task=episodes[0].task, episodes=episodes)
+
+
+def _to_episode(record: EpisodeRecord) -> Episode:
+    """Returns what rewards and estimators read of a kept episode."""
+    from gspo_env.serving.dialects.chat import read_messages
+    from gspo_env.types import Episode, Prompt, StepInfo, StopReason, Task, Turn
+
+    roles = [turn.role for turn in record.turns[1:]]
+    turns = tuple(
+        Turn(
+            text=turn.action,
+            observation=turn.observation,
+            reward=turn.reward,
+            action_ids=turn.action_ids,
+            logprobs=turn.engine_logprobs,
+            state_key=turn.state_key,
+            info=StepInfo(observation_role="tool" if role == "tool" else "user"),
+        )
+        for turn, role in zip(record.turns, [*roles, "user"], strict=True)
+    )
+    messages = tuple(read_messages(json.loads(record.turns[0].messages or "[]")))
+    return Episode(
+        task=Task(env_id=record.env, seed=record.seed, options=json.loads(record.options or "{}")),
+        prompt=Prompt(messages=messages),
+        turns=turns,
+        outcome=record.outcome,
+        success=record.success,
+        stop_reason=StopReason(record.stop_reason),
+        terminated=record.terminated,
+        truncated=record.truncated,
+    )
+
+
+def _compare(
+    before: Sequence[Group], now: Sequence[Group], pairs: Mapping[str, tuple[Episode, Episode]]
+) -> list[str]:
+    """Returns the lines to print."""
+    from gspo_env.rollout.metrics import EpisodeStats
+
+    played = {name: pair for name, pair in pairs.items() if not pair[0].failed | pair[1].failed}
+    stats = [EpisodeStats.of([pair[n] for pair in played.values()]) for n in (0, 1)]
+    compared: list[bool] = []
+    for old, new in zip(before, now, strict=True):
+        returns = [
+            (_return(one), _return(two))
+            for one, two in zip(old.episodes, new.episodes, strict=True)
+            if not one.failed | two.failed
+        ]
+        compared += [(a - c) * (b - d) < 0 for (a, b), (c, d) in itertools.combinations(returns, 2)]
+    flat = [sum(len({_return(e) for e in g.episodes}) < 2 for g in row) for row in (before, now)]
+    largest = sorted(
+        played.items(), key=lambda item: -abs(_return(item[1][0]) - _return(item[1][1]))
+    )
+    return [
+        f"episodes  {len(pairs)} in {len(now)} groups, {len(pairs) - len(played)} lost",
+        f"return    {stats[0].mean_return:.3f} before, {stats[1].mean_return:.3f} now",
+        f"order     {sum(compared)} of {len(compared)} pairs of a group are swapped",
+        f"flat      {flat[0]} groups with equal returns before, {flat[1]} now",
+        *(f"{name}  {value:.3f}" for name, value in stats[1].reward_parts.items()),
+        *(f"{name}  {_return(a):.3f} before, {_return(b):.3f} now" for name, (a, b) in largest[:5]),
+    ]
+
+
+def _return(episode: Episode) -> float:
+    return float(episode.rewards.sum())

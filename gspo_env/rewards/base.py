@@ -1,0 +1,115 @@
+"""Rewards of finished episodes that see the whole group."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from gspo_env.rollout.failures import describe
+from gspo_env.rollout.play import ENDED
+from gspo_env.types import Episode, Fault, Group
+
+logger = logging.getLogger(__name__)
+
+_logged: set[str] = set()
+"""The causes of failures that the log has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rating:
+    """What a group reward says about one episode.
+
+    Example:
+        >>> Rating(rewards=(None, 0.7), parts={"judge_unparsable": 0.0}).rewards
+        (None, 0.7)
+    """
+
+    rewards: tuple[float | None, ...] = ()
+    """(K,) the reward of each turn before weighting; None adds nothing."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the episode, logged as `rollout/reward/NAME`."""
+    fault: Fault | None = None
+    """Why there is no rating: the episode then counts as lost, not as one with a reward of 0."""
+
+
+class GroupReward(ABC):
+    """A reward that sees the finished episodes of a group together.
+
+    An environment takes it in `rewards=[...]`, or has it in its attribute `group_reward`.
+    """
+
+    name: str = "group_reward"
+    """Name of its metric."""
+
+    @abstractmethod
+    async def __call__(self, group: Group) -> Sequence[Rating]:
+        """Returns a rating for each episode of the group, failed ones included."""
+
+
+async def score_group(
+    rewards: Sequence[tuple[GroupReward, float]], success_from: float | None, group: Group
+) -> Group:
+    """Adds group rewards to the rewards of the turns.
+
+    The outcome grows by them, unless the environment has set an `episodic_reward`. If a reward
+    raises, all episodes of the group count as lost.
+
+    Args:
+        rewards: The rewards with their weights.
+        success_from: Minimum reward of the last turn that counts as success; None leaves that to
+            the environment, or else to an outcome above 0.
+        group: The finished episodes.
+    """
+    rows = await asyncio.gather(*(_rate(reward, group) for reward, _ in rewards))
+    episodes = list(group.episodes)
+    for (reward, weight), ratings in zip(rewards, rows, strict=True):
+        for g, rating in enumerate(ratings):
+            if episodes[g].turns and not episodes[g].failed:
+                episodes[g] = _add(episodes[g], reward.name, weight, rating, success_from)
+    return replace(group, episodes=tuple(episodes))
+
+
+async def _rate(reward: GroupReward, group: Group) -> Sequence[Rating]:
+    try:
+        return await reward(group)
+    except Exception as error:  # a user's code: the episodes are lost, the run continues
+        return [Rating(fault=describe(f"the reward {reward.name}", error))] * len(group.episodes)
+
+
+def _add(
+    episode: Episode, name: str, weight: float, rating: Rating, success_from: float | None
+) -> Episode:
+    if rating.fault is not None:
+        if rating.fault.where not in _logged:
+            _logged.add(rating.fault.where)
+            logger.error("episode of %s: %s", episode.task.env_id, rating.fault.message)
+        return replace(
+            episode,
+            terminated=False,
+            truncated=False,
+            success=False,
+            stop_reason=rating.fault.reason,
+            error=rating.fault.message,
+            faults=(*episode.faults, rating.fault),
+        )
+    turns = list(episode.turns)
+    for k, value in enumerate(rating.rewards):
+        parts = {} if value is None else {name: value}
+        parts |= rating.parts if k == len(turns) - 1 else {}
+        info = replace(turns[k].info, reward_parts={**turns[k].info.reward_parts, **parts})
+        turns[k] = replace(turns[k], info=info, reward=turns[k].reward + weight * (value or 0.0))
+    last, outcome = turns[-1], episode.outcome
+    if last.info.episodic_reward is None:
+        outcome += weight * sum(value or 0.0 for value in rating.rewards)
+    success = last.info.success
+    if success_from is not None:
+        success = last.reward >= success_from
+        turns[-1] = replace(last, info=replace(last.info, success=success))
+    if episode.stop_reason in ENDED:
+        success = outcome > 0 if success is None else success
+    else:
+        success = False
+    return replace(episode, turns=tuple(turns), outcome=outcome, success=success)

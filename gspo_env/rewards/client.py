@@ -1,0 +1,209 @@
+"""Questions to a model behind an address with chat completions, or one that `serve` plays."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+import re
+import sqlite3
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import httpx2 as httpx
+from annotated_types import Ge, Gt
+
+from gspo_env.errors import GspoEnvError, ToolServerError
+from gspo_env.registry import check_values
+from gspo_env.runtime.processes import Guard
+
+_LATER = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+"""Statuses after which the same request may succeed."""
+_LONGEST_WAIT = 60.0
+"""Seconds between two attempts, at most."""
+
+
+class NoAnswerError(GspoEnvError, RuntimeError):
+    """A question has no answer after all attempts."""
+
+
+@dataclass(kw_only=True)
+class Usage:
+    """What questions have cost."""
+
+    requests: int = 0
+    """Requests that were sent, failed ones included."""
+    answers: int = 0
+    """Answers, those of the cache included."""
+    unparsable: int = 0
+    """Answers that could not be read."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(kw_only=True)
+class ChatClient:
+    """Asks one model, within limits, and never the same question twice.
+
+    It works on any event loop; the limits are those of this process.
+    """
+
+    model: str
+    """Name of the model at the address, or without an address what `gspo-env serve` plays."""
+    url: str = ""
+    """The address, such as https://api.openai.com/v1."""
+    key_variable: str = "OPENAI_API_KEY"
+    """Environment variable with the key."""
+    request: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0})
+    """Further fields of each request, such as `max_tokens`."""
+    timeout: Annotated[float, Gt(0)] = 60.0
+    """Seconds of one request."""
+    retries: Annotated[int, Ge(0)] = 4
+    """Further attempts after a failed request, or an answer that cannot be read."""
+    backoff: Annotated[float, Ge(0)] = 1.0
+    """Seconds before the second attempt; they double each time."""
+    concurrency: Annotated[int, Ge(1)] = 8
+    """Requests at the same time."""
+    per_minute: Annotated[float, Ge(0)] = 0.0
+    """Requests a minute; 0 is no limit."""
+    cache: str = "judge.sqlite"
+    """File with all answers, which a resumed run uses again; empty for none."""
+    serve: Sequence[str] = ()
+    """Further flags of `gspo-env serve`, such as ["--engine", "vllm"]."""
+
+    def __post_init__(self) -> None:
+        """Rejects invalid values and opens the cache."""
+        check_values(self)
+        self._key = os.environ.get(self.key_variable, "")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pending: dict[str, asyncio.Task[str]] = {}
+        self._cache = sqlite3.connect(
+            self.cache or ":memory:", timeout=60, isolation_level=None, check_same_thread=False
+        )
+        self._cache.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT)")
+
+    async def ask(self, messages: Sequence[Mapping[str, str]], usage: Usage, seed: int) -> str:
+        """Returns the answer to a conversation, from the cache if it is there.
+
+        Args:
+            messages: The conversation.
+            usage: Counts what it costs.
+            seed: Seed of the sampling.
+
+        Raises:
+            NoAnswerError: There is no answer after all attempts.
+        """
+        body = {"model": self.model, "messages": messages, "seed": seed, **self.request}
+        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        row = self._cache.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            self._bind()
+            if key not in self._pending:
+                self._pending[key] = asyncio.create_task(self._request(key, body, usage))
+            row = (await asyncio.shield(self._pending[key]),)
+        usage.answers += 1
+        return str(row[0])
+
+    async def _request(self, key: str, body: Mapping[str, Any], usage: Usage) -> str:
+        try:
+            async with self._starting:
+                if not self.url:
+                    await asyncio.to_thread(self._start)
+            for attempt in range(self.retries + 1):
+                try:
+                    async with self._slots:
+                        text = await self._send(body, usage)
+                    self._cache.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, text))
+                    return text
+                except _TryAgainError as error:
+                    failure, wait = error.args
+                if attempt < self.retries:
+                    wait = max(wait, self.backoff * 2**attempt * random.uniform(0.5, 1.0))
+                    await asyncio.sleep(min(wait, _LONGEST_WAIT))
+            raise NoAnswerError(
+                f"{self.model} at {self.url} gave no answer in {self.retries + 1} attempts: "
+                f"{failure}"
+            )
+        finally:
+            del self._pending[key]
+
+    async def _send(self, body: Mapping[str, Any], usage: Usage) -> str:
+        """Sends one request.
+
+        Raises:
+            _TryAgainError: It failed in a way that may pass.
+            NoAnswerError: It was refused.
+        """
+        await self._pace()
+        usage.requests += 1
+        headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+        try:
+            async with asyncio.timeout(self.timeout):
+                response = await self._http.post(
+                    f"{self.url.rstrip('/')}/chat/completions", json=body, headers=headers
+                )
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise _TryAgainError(f"{type(error).__name__} {error}", 0.0) from error
+        status = f"status {response.status_code}, {response.text[:200]!r}"
+        if response.status_code in _LATER:
+            after = response.headers.get("retry-after", "")
+            raise _TryAgainError(status, float(after) if after.isdecimal() else 0.0)
+        if response.status_code != 200:
+            raise NoAnswerError(f"{self.model} at {self.url} refused: {status}")
+        try:
+            answer = response.json()
+            text = answer["choices"][0]["message"]["content"]
+            counts = answer.get("usage") or {}
+            usage.prompt_tokens += int(counts.get("prompt_tokens") or 0)
+            usage.completion_tokens += int(counts.get("completion_tokens") or 0)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            failure = f"{response.text[:80]!r} is no chat completion"
+            raise _TryAgainError(failure, 0.0) from error
+        return text if isinstance(text, str) else ""
+
+    def _bind(self) -> None:
+        """Makes what belongs to the running event loop."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._pending, self._next = loop, {}, 0.0
+            self._slots, self._starting = asyncio.Semaphore(self.concurrency), asyncio.Lock()
+            self._http = httpx.AsyncClient(timeout=None)
+
+    async def _pace(self) -> None:
+        """Waits for the next place within `per_minute`."""
+        if self.per_minute and self._loop is not None:
+            now = self._loop.time()
+            start = max(self._next, now)
+            self._next = start + 60 / self.per_minute
+            await asyncio.sleep(start - now)
+
+    def _start(self) -> None:
+        """Starts `gspo-env serve` with the model, in a process that ends with this one.
+
+        Raises:
+            ToolServerError: It ended.
+        """
+        command = [sys.executable, "-m", "gspo_env", "serve", self.model, "--port", "0"]
+        variables = {**os.environ, "GSPO_ENV_SERVE_KEY": ""}  # so that it prints a new key
+        task = ["run", "10", *command, *self.serve]
+        guard = Guard(task, stdout=subprocess.PIPE, env=variables)
+        weakref.finalize(self, guard.ask_to_end)
+        assert guard.process.stdout is not None
+        exports = dict[str, str]()
+        for line in guard.process.stdout:
+            if match := re.match(r"export (\w+)=(\S+)", line.decode(errors="replace")):
+                exports[match[1]] = match[2]
+            if {"OPENAI_BASE_URL", "OPENAI_API_KEY"} <= exports.keys():
+                self.url, self._key = exports["OPENAI_BASE_URL"], exports["OPENAI_API_KEY"]
+                return
+        raise ToolServerError(f"`gspo-env serve {self.model}` ended before it had an address")
+
+
+class _TryAgainError(Exception):
+    """A failure that may pass: what it is, and the least seconds until the next attempt."""
