@@ -38,7 +38,7 @@ class Rating:
 class GroupReward(ABC):
     """A reward that sees the finished episodes of a group together.
 
-    An environment takes it in `rewards=[...]`, or has it in its attribute `group_reward`.
+    Environments with `rewards=[...]` take it there; others call `score_group` in `group_reward`.
     """
 
     name: str = "group_reward"
