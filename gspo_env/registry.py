@@ -1,7 +1,8 @@
 """Finds choices by name: built-in, from an installed plugin, or a class in a user's file.
 
-A choice is a frozen dataclass with its own settings: an estimator (kind `advantage`), a curriculum,
-a loss, an engine, a tracker or a recipe. Configs hold instances; files and flags name them.
+A choice is a frozen dataclass with its own settings: an estimator (kind `advantage`), a rule of
+branching, a curriculum, a loss, an engine, a tracker or a recipe. Configs hold instances; files and
+flags name them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from gspo_env.errors import ConfigError
 
 BUILTIN: dict[str, dict[str, str]] = {
     "advantage": {
+        "branch_baseline": "gspo_env.credit.branches:BranchBaseline",
         "distillation": "gspo_env.training.distillation:Distillation",
         "gigpo": "gspo_env.credit.estimators:GiGPO",
         "group_gae": "gspo_env.credit.estimators:GroupGAE",
@@ -36,6 +38,10 @@ BUILTIN: dict[str, dict[str, str]] = {
         "outcome": "gspo_env.credit.estimators:Outcome",
         "returns_to_go": "gspo_env.credit.estimators:ReturnsToGo",
         "turn_plus_outcome": "gspo_env.credit.estimators:TurnPlusOutcome",
+    },
+    "branching": {
+        "none": "gspo_env.rollout.collector:NoBranching",
+        "every": "gspo_env.rollout.branching:EveryTurn",
     },
     "curriculum": {
         "none": "gspo_env.training.curriculum:NoCurriculum",
@@ -69,6 +75,7 @@ BUILTIN: dict[str, dict[str, str]] = {
 
 _METHODS = {
     "advantage": "advantages",
+    "branching": "wrap",
     "curriculum": "options",
     "engine": "start",
     "loss": "compute",
@@ -88,20 +95,17 @@ def find(kind: str, name: str) -> type[Any]:
     """Finds the class of a choice.
 
     Args:
-        kind: `advantage`, `curriculum`, `engine`, `loss`, `recipe` or `tracker`.
+        kind: `advantage`, `branching`, `curriculum`, `engine`, `loss`, `recipe` or `tracker`.
         name: A built-in name, a plugin's, `module:Class` or `path/to/file.py:Class`.
 
     Raises:
         ConfigError: Nothing has that name, or it is not a dataclass.
     """
+    place = BUILTIN[kind].get(name) or (name if ":" in name else _plugins(kind).get(name))
     if kind == "tracker" and "," in name:
         cls: Any = load_function("gspo_env.tracking.multi:combine", kind)(name)
-    elif name in BUILTIN[kind]:
-        cls = load_function(BUILTIN[kind][name], kind)
-    elif ":" in name:
-        cls = load_function(name, kind)
-    elif name in _plugins(kind):
-        cls = load_function(_plugins(kind)[name], kind)
+    elif place:
+        cls = load_function(place, kind)
     else:
         near = difflib.get_close_matches(name, names(kind), n=1)
         hint = f"did you mean {near[0]}? " if near else ""

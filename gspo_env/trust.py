@@ -39,7 +39,7 @@ _MAX_BYTES = 2**20
 """Size of a file with settings."""
 _MAX_SHOWN = 160
 """Characters of a value that an error shows."""
-_LEARNING = ("advantage", "loss", "recipe")
+_LEARNING = ("advantage", "branching", "loss", "recipe")
 """Choices that playing does not need."""
 _NO_RECORD = "no record says that you trained there with it"
 _PARENTS = 3

@@ -203,12 +203,12 @@ def open_collector(
     """
     limits = config.rollout
     if not limits.ray_workers:
-        yield Collector(start_engine(), chat, pool, limits, vocab_size)
+        yield config.branching.wrap(Collector(start_engine(), chat, pool, limits, vocab_size))
         return
     open_workers = load_function("gspo_env.distributed.ray:open_workers", "workers")
     make = partial(make_pool, config)
     with open_workers(start_engine, chat, pool, limits, vocab_size, make) as collector:
-        yield collector
+        yield config.branching.wrap(collector)
 
 
 def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trainer:

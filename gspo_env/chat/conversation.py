@@ -139,10 +139,6 @@ class Transcript:
         self._next = None
         return turn.action
 
-    def ids_of(self, turn: int) -> list[int]:
-        """Returns all ids of a turn, those of its action included."""
-        return self._turns[turn].ids
-
     def session_ids(self) -> tuple[int, ...]:
         """Returns the numbers of the engine's caches that are in use."""
         return tuple(self._sessions)

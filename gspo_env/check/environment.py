@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import gymnasium
 import numpy as np
@@ -25,11 +25,12 @@ from gymnasium.utils.env_checker import data_equivalence
 from gspo_env.check.actions import HOSTILE, random_policy
 from gspo_env.check.calls import bug_in, valid_call
 from gspo_env.credit.scores import ScoreChoice
-from gspo_env.env.base import TextEnv, attribute, clean
-from gspo_env.env.info import declared_score
+from gspo_env.env.base import Action, TextEnv, attribute, clean
+from gspo_env.env.info import declared_score, parse_step
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import Tool
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
+from gspo_env.rollout.branching import has_snapshots, refuse_side_effects
 from gspo_env.rollout.play import ENDED, PolicyInput, PolicyOutput, demonstrator, play
 from gspo_env.runtime.threads import EnvThread, attempt, watched
 from gspo_env.seeding import global_generators_kept
@@ -54,6 +55,9 @@ class Checked:
     """Why."""
     declares_success: bool
     """Whether `info` says what a success is; otherwise every outcome above 0 is one."""
+    branches: Literal["snapshot", "replay", "no"] = "replay"
+    """How `gspo_env.rollout.branching` continues its episodes: from a state that it saved, or by
+    playing the same actions again; `no` if its tools may have effects elsewhere."""
     demonstrated: tuple[bool, ...] = ()
     """Whether each episode of the environment's own demonstrator succeeded; empty without one."""
 
@@ -74,8 +78,8 @@ def check_env(
     rewards; no exception on hostile actions; a call of each tool with arguments that fit its
     schema; no control token from environment text; the same episode for the same seed and actions,
     also beside another copy of the environment and in any state of the global random generators;
-    its own demonstrator; `reset` in the middle of an episode and after `close`; task keys that fit
-    `num_tasks`.
+    its own demonstrator; `reset` in the middle of an episode and after `close`; `restore` of a
+    `snapshot`, if it has them; task keys that fit `num_tasks`.
 
     Args:
         env: The environment, or a specification for `make_env`.
@@ -156,6 +160,7 @@ class _Check:
         for n in range(seed, seed + episodes):
             self.repeats(n)
         self.reset_at_any_time(seed)
+        self.restores(seed)
         self.demonstrations(seed, episodes)
         self.by_gymnasium()
 
@@ -170,6 +175,7 @@ class _Check:
             score=choice.score,
             reason=choice.reason,
             declares_success=declares_success,
+            branches=self.branches(),
             demonstrated=self.shown,
         )
 
@@ -257,6 +263,35 @@ class _Check:
         for _ in range(2):
             self.close(self.env)
         self.same(first, self.episode(seed), "after close()")
+
+    def branches(self) -> Literal["snapshot", "replay", "no"]:
+        """Returns how its episodes can be continued from the middle."""
+        try:
+            refuse_side_effects(self.env, self.played[0])
+        except EnvironmentContractError:
+            return "no"
+        return "snapshot" if has_snapshots(self.env) else "replay"
+
+    def restores(self, seed: int) -> None:
+        """Saves the state in the middle of an episode, and plays the rest from there again."""
+        if not has_snapshots(self.env):
+            return
+        first = self.episode(seed)
+        half = len(first.turns) // 2
+        running = self.running(self.env, seed)
+        for _ in range(half + 1):  # it pauses before each turn
+            running.send(None)
+        state = attempt(self.env.get_wrapper_attr("snapshot"))
+        self.same(first, self.finish(running), "after snapshot()")
+        attempt(self.env.reset, seed=seed + 1)
+        attempt(self.env.get_wrapper_attr("restore"), state)
+        for number, turn in enumerate(first.turns[half:], half):
+            result = attempt(self.env.step, Action(turn.text, turn.action_ids))
+            observation, reward, *_, info = parse_step(self.name, result, None)
+            again = (turn.text, observation, reward, replace(info, extra={}), first.stop_reason)
+            if not data_equivalence(_records(first)[number + 1], again, exact=True):
+                before = _short(_records(first)[number + 1])
+                self.fail(f"after restore(): turn {number} was {before} and is {_short(again)}.")
 
     def close(self, env: Any) -> None:
         try:

@@ -83,6 +83,8 @@ class Choices:
     """Engine that samples the actions."""
     tracker: Annotated[str, _names("tracker")] = ""
     """Where metrics are recorded; separate several with commas."""
+    branching: Annotated[str, _names("branching")] = ""
+    """Selects the turns from which episodes are continued several times."""
     curriculum: Annotated[str, _names("curriculum")] = ""
     """Chooses the options of the environment's `reset` by the results so far."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from gspo_env.distributed.worker import Lines, WorkerStatus
+from gspo_env.distributed.worker import Lines, WorkerStatus, most_episodes
 from gspo_env.engines.vllm.requests import ServerList
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector, RolloutRequest
@@ -160,7 +160,7 @@ class WorkerPool:
                 f"none of the {len(self._workers)} workers is left; the last one was lost "
                 f"because: {self._loss}"
             )
-        most = self._limits.worker_episodes
+        most = most_episodes(self._limits)
         free = [w for w in self._workers if w.state is _State.READY and w.episodes < most]
         return min(free, key=lambda worker: worker.episodes, default=None)
 

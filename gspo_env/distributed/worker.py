@@ -38,6 +38,11 @@ _MAX_LINES = 100
 """Lines of the log that a worker keeps until the trainer takes them."""
 
 
+def most_episodes(config: RolloutConfig) -> int:
+    """Returns the maximum number of episodes in flight of one worker."""
+    return config.concurrency // max(1, config.ray_workers)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSetup:
     """What a worker is made from."""
@@ -86,7 +91,7 @@ class Worker:
             os.chdir(setup.folder)
         self._lines = _LogLines()
         logging.getLogger("gspo_env").addHandler(self._lines)
-        slots = setup.config.worker_episodes
+        slots = most_episodes(setup.config)
         self._engine = ServerClient(setup.servers, slots)
         self._pool = setup.make_pool(_SilentFaultLog())
         self.collector = Collector(

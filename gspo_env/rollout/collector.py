@@ -80,6 +80,8 @@ class Collector:
     """Seconds without progress after which the log says what the episodes wait for."""
     progress: Progress = field(default_factory=Progress)
     """What the episodes in flight wait for."""
+    policy: Callable[..., EnginePolicy] = EnginePolicy
+    """Makes the policy of an episode."""
     weights_ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Unset while the engine takes new weights: episodes wait with their next action."""
     on_group: Callable[[], None] | None = None
@@ -268,7 +270,7 @@ class Collector:
             is_last = 0 < number == retries
             attempt_seed = derive_seed(seed, "retry", number) if is_last else seed
             waiting = self.progress.begin(redraw.task)
-            policy = EnginePolicy(self, waiting, attempt_seed, temperature)
+            policy = self.policy(self, waiting, attempt_seed, temperature)
             try:
                 return await play_pooled(
                     self.pool,
@@ -283,6 +285,15 @@ class Collector:
                 self.progress.end(waiting)
 
         return await play_again(attempt, retries, self.pool.faults)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoBranching:
+    """Every episode begins with `reset`; see `gspo_env.rollout.branching`."""
+
+    def wrap(self, collector: Collector) -> Collector:
+        """Returns the collector."""
+        return collector
 
 
 @asynccontextmanager

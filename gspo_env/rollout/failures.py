@@ -20,8 +20,6 @@ from gspo_env.types import Episode, Fault, StopReason, Task
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILED_SHARE = 0.5
-"""Default of the largest share of episodes that may fail in their environment."""
 _REASONS = {
     EnvironmentContractError: StopReason.INVALID,
     ConfigError: StopReason.INVALID,  # a whole sentence, of one of our own environments
@@ -116,7 +114,7 @@ def close_quietly(env: TextEnvironment) -> None:
         log_once("close()", error)
 
 
-def refuse_failures(episodes: Sequence[Episode], rate: float = MAX_FAILED_SHARE) -> None:
+def refuse_failures(episodes: Sequence[Episode], rate: float = 0.5) -> None:
     """Raises an error if too many episodes failed in their environment.
 
     Args:

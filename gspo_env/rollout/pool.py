@@ -28,9 +28,6 @@ from gspo_env.types import Episode, Fault, Group, StopReason, Task
 
 logger = logging.getLogger(__name__)
 
-RETRIES = 2
-"""Default of the number of times that an episode is played again."""
-
 
 @dataclass(slots=True)
 class _Seat:
@@ -332,7 +329,7 @@ def play_alone(
     log: FaultLog,
     *,
     max_turns: int | None = None,
-    retries: int = RETRIES,
+    retries: int = 2,
 ) -> Episode:
     """Plays one episode without an event loop; an environment that fails is closed and reset.
 

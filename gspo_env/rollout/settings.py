@@ -52,11 +52,6 @@ class RolloutConfig:
         match = re.fullmatch(r"ray:([1-9]\d{0,3})", self.workers)
         return int(match[1]) if match else 0
 
-    @property
-    def worker_episodes(self) -> int:
-        """Maximum number of episodes in flight of one worker."""
-        return self.concurrency // max(1, self.ray_workers)
-
     def answer_tokens(self, prompt: int, requested: int | None, *, fills: bool) -> int:
         """Returns the most tokens of an answer.
 

@@ -77,7 +77,7 @@ class Enumeration:
             raise ConfigError("aggregation is 'token_mean'; expected sequence_mean or token_sum")
         self.problem, self.estimator, self.aggregation = problem, estimator, aggregation
         self.edges = _edges(problem)
-        kinds = list(_kinds(problem, self.edges, 0))
+        kinds = list(self._kinds())
         count = math.comb(len(kinds) + group_size - 1, group_size)
         if count > MOST_GROUPS:
             raise ConfigError(
@@ -89,6 +89,15 @@ class Enumeration:
         self.kinds = kinds
         plain = replace(estimator, scale="none") if estimator.scale == "batch" else estimator
         self._weigh(plain, group_size)
+
+    @property
+    def turns_M(self) -> IntArray:
+        """(M,) the turns that are sampled for each group."""
+        return np.array([len(kind) for kind in self.kinds])[self.groups_MG].sum(1)
+
+    def _kinds(self) -> Iterator[list[int]]:
+        """Yields the edges that each kind of episode samples."""
+        return episode_kinds(self.problem, self.edges, 0)
 
     def _weigh(self, estimator: Estimator, size: int) -> None:
         """Computes the weight of each edge in the update of each group."""
@@ -233,11 +242,11 @@ def _edges(problem: Problem) -> list[Edge]:
     )
 
 
-def _kinds(problem: Problem, edges: list[Edge], state: int) -> Iterator[list[int]]:
+def episode_kinds(problem: Problem, edges: list[Edge], state: int) -> Iterator[list[int]]:
     """Yields the edges of every kind of episode from a state on."""
     for number, (at, _, after) in enumerate(edges):
         if at == state and after < 0:
             yield [number]
         elif at == state:
-            for rest in _kinds(problem, edges, after):
+            for rest in episode_kinds(problem, edges, after):
                 yield [number, *rest]

@@ -20,6 +20,7 @@ from gspo_env.credit import (
     ReturnsToGo,
     TurnPlusOutcome,
 )
+from gspo_env.credit.branches import BranchBaseline
 from gspo_env.registry import names
 from gspo_env.types import Group, Task, bare_episode
 
@@ -58,6 +59,7 @@ CASES = {
     "outcome": (Outcome(), 1.0, centred),
     "leave one out": (Outcome(baseline="leave_one_out"), 1.0, others),
     "returns_to_go": (ReturnsToGo(), 1.0, others),
+    "branch_baseline": (BranchBaseline(), 1.0, others),
     "td": (GroupGAE(lam=0.0), 0.0, others),
     "group_gae": (GroupGAE(lam=0.7), 0.7, others),
     "whole returns": (GroupGAE(lam=1.0), 1.0, others),

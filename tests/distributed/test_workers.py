@@ -23,7 +23,7 @@ from gspo_agents.setup import check_engine
 from gspo_env.config import Config
 from gspo_env.distributed import pool as workers
 from gspo_env.distributed.pool import WorkerCollector, WorkerDied, WorkerPool
-from gspo_env.distributed.worker import Worker, WorkerSetup, WorkerStatus
+from gspo_env.distributed.worker import Worker, WorkerSetup, WorkerStatus, most_episodes
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.errors import ConfigError, MissingExtraError, RolloutError
 from gspo_env.rollout.collector import Collector
@@ -361,7 +361,7 @@ def test_no_worker_has_more_episodes_than_its_share(chat, tmp_path):
         crew_of(config, chat, Engine(fleet(slow))) as made,
     ):
         asyncio.run(watched(*made))
-    assert max(most) == config.rollout.worker_episodes == 2
+    assert max(most) == most_episodes(config.rollout) == 2
 
 
 def test_the_log_says_which_workers_are_waited_for(chat, tmp_path):

@@ -13,8 +13,10 @@ from gspo_env.credit import (
     ReturnsToGo,
     TurnPlusOutcome,
 )
+from gspo_env.credit.branches import BranchBaseline
 from gspo_env.errors import ConfigError
 from gspo_env.registry import BUILTIN, find
+from studies.credit.branching import BranchedEnumeration
 from studies.credit.enumeration import Enumeration, direction, policy_at
 from studies.credit.evidence import EvidenceCalibrated
 from studies.credit.exact import (
@@ -53,6 +55,33 @@ def test_without_a_divisor_four_estimators_give_the_true_gradient(estimator, pro
         assert bias < 1e-12
     else:
         assert 0.03 < bias < 0.35
+
+
+@pytest.mark.parametrize(
+    ("problem", "points", "continuations"),
+    [
+        (key_and_door(4), [1, 2, 3], 1),
+        (key_and_door(4), [2], 3),
+        (all_right(3), [1, 2], 1),
+        (additive(2), [1], 2),
+    ],
+)
+def test_branches_give_the_true_gradient_and_plain_estimators_of_branches_do_not(
+    problem, points, continuations
+):
+    def bias(estimator):
+        groups = BranchedEnumeration(problem, estimator, 2, points, continuations)
+        return max(direction([(groups, policy_at(problem, share))]).bias for share in (0.3, 0.9))
+
+    assert bias(BranchBaseline()) < 1e-12
+    assert bias(Outcome()) > 0.02
+
+
+def test_branches_have_no_bias_of_length_where_the_loss_has_none():
+    problem = may_stop(3)
+    estimator = BranchBaseline(aggregation="token_sum")
+    groups = BranchedEnumeration(problem, estimator, 2, [1], aggregation="token_sum")
+    assert direction([(groups, policy_at(problem, 0.5))]).bias < 1e-12
 
 
 @pytest.mark.parametrize("name", sorted({*BUILTIN["advantage"]} - {"distillation"}))
