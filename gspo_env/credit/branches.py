@@ -175,6 +175,6 @@ def _advantage(node: _Node) -> float:
         if others[0] > 0.5:
             return float(node.value - others[2] / others[1])
         child, ancestor, top = ancestor, ancestor.parent, child
-    everything = sum(sums for depth, sums in child.levels.items() if depth >= 0)
-    others = everything - sum(top.levels.values())
+    everything = np.sum([sums for depth, sums in child.levels.items() if depth >= 0], axis=0)
+    others = everything - np.sum([*top.levels.values()], axis=0)
     return float(node.value - others[2] / others[1]) if others[0] > 0.5 else 0.0

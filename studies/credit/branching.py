@@ -47,10 +47,10 @@ def decided_early(turns: int) -> Problem:
 
 
 PROBLEMS = {
-    "key and door": key_and_door(4),
-    "all right": all_right(3),
-    "decided early": decided_early(2),
-    "may stop": may_stop(2),
+    "key and door, 12 turns": key_and_door(12),
+    "all right, 3 turns": all_right(3),
+    "decided early, 2 turns": decided_early(2),
+    "may stop, 2 turns": may_stop(2),
 }
 """In the last one the policy decides the length, so the mean over an episode's tokens is a bias."""
 
@@ -133,9 +133,8 @@ def arms(problem: Problem) -> dict[str, Enumeration]:
     }
     for name, points, n in (
         ("branch at turn 1, 1 more", [1], 1),
-        ("branch at turn 1, 2 more", [1], 2),
         ("branch at the last turn, 1 more", [last], 1),
-        ("branch at every turn, 1 more", range(1, last + 1), 1),
+        ("branch at the last turn, 2 more", [last], 2),
     ):
         kinds[name] = BranchedEnumeration(problem, BranchBaseline(), 4, points, n)
     kinds["returns_to_go, branched at turn 1"] = BranchedEnumeration(
