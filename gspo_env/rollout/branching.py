@@ -149,12 +149,7 @@ class BranchingCollector(Collector):
     """
 
     def __init__(self, plain: Collector, branching: Branching) -> None:
-        super().__init__(
-            plain.engine, plain.chat, plain.pool, plain.config, plain.vocab_size,
-            stall_seconds=plain.stall_seconds,
-            progress=plain.progress,
-            weights_ready=plain.weights_ready,
-        )  # fmt: skip
+        super().__init__(**{f.name: getattr(plain, f.name) for f in fields(Collector) if f.init})
         self.plain, self.branching = plain, branching
 
     async def collect_evaluation(
@@ -223,13 +218,10 @@ class BranchingCollector(Collector):
         return replace(branches, episodes=tuple(episodes))
 
     def _part(self, pool: _SnapshotPool, policy: Any = EnginePolicy) -> Collector:
-        return Collector(
-            self.engine, self.chat, pool, self.config, self.vocab_size,  # type: ignore[arg-type]
-            stall_seconds=self.stall_seconds,
-            progress=self.progress,
-            weights_ready=self.weights_ready,
-            policy=policy,
-        )  # fmt: skip
+        event = asyncio.Event()  # a new collector sets its own
+        part = replace(self.plain, pool=pool, policy=policy, weights_ready=event)  # type: ignore[arg-type]
+        part.weights_ready = self.weights_ready
+        return part
 
 
 class ContinuationPolicy(EnginePolicy):

@@ -93,7 +93,9 @@ class Enumeration:
     @property
     def turns_M(self) -> IntArray:
         """(M,) the turns that are sampled for each group."""
-        return np.array([len(kind) for kind in self.kinds])[self.groups_MG].sum(1)
+        lengths: IntArray = np.array([len(kind) for kind in self.kinds])
+        turns_M: IntArray = lengths[self.groups_MG].sum(1)
+        return turns_M
 
     def _kinds(self) -> Iterator[list[int]]:
         """Yields the edges that each kind of episode samples."""
