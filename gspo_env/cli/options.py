@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 import tyro
 
-from gspo_env.config import Config, convert, from_dict, nested, override, read_toml, resolve
+from gspo_env.config import Config, convert, from_dict, nested, override, resolve
 from gspo_env.env.registration import add_kwargs, format_env
 from gspo_env.errors import ConfigError
 from gspo_env.recipes.base import Recipe
@@ -146,13 +146,19 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     file, resume, model = (choices.pop(name, "") for name in sources)
     if file and resume:
         raise ConfigError("--config and --resume are given; expected one of them")
-    tree = read_toml(file) if file else {}
-    table = command.take(tree)
+    named = {name: value for name, value in (("env", env), ("model", model)) if value}
+
+    def read(tree: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+        table = command.take(tree)
+        return _base(tree | named, choices, env_kwargs, flags), table
+
     if resume:
         tree = command.saved(resume, choices | {"env_kwargs": env_kwargs}, env)
-        table |= {"resume": resume}
-    tree |= {name: value for name, value in (("env", env), ("model", model)) if value}
-    config = from_dict(tree) if resume else _base(tree, choices, env_kwargs, flags)
+        config, table = from_dict(tree | named), {"resume": resume}
+    elif file:
+        config, table = load_function("gspo_env.cli.config_file:read_config", "config")(file, read)
+    else:
+        config, table = read({})
     env_kwargs = add_kwargs(config.env_kwargs, env_kwargs, config.env)
     config = override(config, {"env_kwargs": env_kwargs, **choices})
     config = _with_score_of_file(config, file, "advantage" in choices, env)
