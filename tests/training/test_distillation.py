@@ -58,24 +58,34 @@ def bind(settings: Distillation, learner: Learner, tokenizer: Any = TOKENIZER) -
 
 
 def make_group(
-    learner: Learner, *, version: int = 0, system: str = "say red", info: Any = None
+    learner: Learner,
+    *,
+    version: int = 0,
+    system: str = "say red",
+    info: Any = None,
+    later: Prompt | None = None,
 ) -> Group:
-    """Return every episode with an action of one id and then one of two."""
+    """Return every episode with an action of one id and then one of two.
+
+    With a later prompt, the second turn begins a sequence of its own.
+    """
     prompt, task = Prompt(system=system), Task(env_id="x", seed=0)
-    prompts = CHAT.start("red", prompt), CHAT.follow("blue", 0)
+    follows = CHAT.follow("blue", 0) if later is None else CHAT.start("blue", later)
+    prompts = (CHAT.start("red", prompt), -1), (follows, -1 if later is None else None)
     episodes = []
     for a, b, c in itertools.product(range(IDS), repeat=3):
         turns = [
             Turn(
                 observation="red",
                 prompt_ids=ids,
+                parent=parent,
                 action_ids=action,
                 logprobs=(0.0,) * len(action),
                 text="",
                 reward=0.0,
                 weights_version=version,
             )
-            for ids, action in zip(prompts, ((a,), (b, c)), strict=True)
+            for (ids, parent), action in zip(prompts, ((a,), (b, c)), strict=True)
         ]
         episode = Episode(
             task=task,
@@ -148,18 +158,32 @@ def test_a_growing_depth_and_the_credit_of_turns_are_added(learner: Learner, tea
             assert row == pytest.approx(3.0 * ratio * heard + 0.5 * values[[0, 1, 1]])
 
 
-def test_a_hint_is_read_by_the_teacher_alone(learner: Learner) -> None:
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_hint_is_read_by_the_teacher_alone(forks: bool, learner: Learner) -> None:
+    def make(system: str, info: Any = None) -> Group:
+        later = Prompt(system=system) if forks else None
+        return make_group(learner, system=system, info=info, later=later)
+
     text = "the answer is red"
-    group = make_group(learner, info={"solution": text})
+    group, hinted = make("say red", {"solution": text}), make(f"say red\n\n{text}")
     estimator = bind(Distillation(hint="solution"), learner)
-    hinted = make_group(learner, system=f"say red\n\n{text}")
     for row, plain, other in zip(
         estimator.advantages(group), group.episodes, hinted.episodes, strict=True
     ):
         assert row == pytest.approx(other.engine_logprobs - plain.engine_logprobs, abs=1e-5)
         assert np.abs(row).max() > 1e-4
-    with pytest.raises(TrainingError, match=r"info\['solution'\] of reset is None"):
-        estimator.advantages(make_group(learner))
+
+
+@pytest.mark.parametrize(
+    ("info", "sentence"),
+    [({}, r"info\['solution'\] of reset is None"), ({"solution": "red"}, "another system prompt")],
+)
+def test_an_episode_that_can_have_no_hint_is_refused(
+    info: dict[str, str], sentence: str, learner: Learner
+) -> None:
+    group = make_group(learner, info=info, later=Prompt(system="or blue"))
+    with pytest.raises(TrainingError, match=sentence):
+        bind(Distillation(hint="solution"), learner).advantages(group)
 
 
 def test_another_tokenizer_is_refused(learner: Learner, teacher: str) -> None:
