@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,21 +47,18 @@ class Rescore:
         for record in read_episodes(self.folder, phases=self.phases):
             if record.turns:
                 by_group.setdefault(record.group, []).append(record)
-        ids = [record.episode for records in by_group.values() for record in records]
         before = [_to_group(records) for records in by_group.values()]
         now = asyncio.run(self._score(before))
-        pairs = [
-            (one, two)
-            for old, new in zip(before, now, strict=True)
-            for one, two in zip(old.episodes, new.episodes, strict=True)
-        ]
-        print("\n".join(_compare(before, now, dict(zip(ids, pairs, strict=True)))))
+        print("\n".join(_compare(before, now)))
         if self.out:
+            records = [record for group in by_group.values() for record in group]
+            scored = [episode for group in now for episode in group.episodes]
             with Path(self.out).open("x", encoding="utf-8") as file:
-                for name, (one, two) in zip(ids, pairs, strict=True):
-                    row = {"episode": name, "before": _return(one), "now": _return(two)}
-                    row["parts"] = dict(two.turns[-1].info.reward_parts)
-                    file.write(json.dumps(row | {"error": two.error}) + "\n")
+                for record, episode in zip(records, scored, strict=True):
+                    row = {"episode": record.episode, "before": record.total_reward}
+                    row |= {"now": float(episode.rewards.sum()), "error": episode.error}
+                    parts = dict(episode.turns[-1].info.reward_parts)
+                    file.write(json.dumps({**row, "parts": parts}) + "\n")
 
     async def _score(self, groups: Sequence[Group]) -> list[Group]:
         """Returns the groups with the new rewards in place of the old ones."""
@@ -151,35 +148,32 @@ def _to_episode(record: EpisodeRecord) -> Episode:
     )
 
 
-def _compare(
-    before: Sequence[Group], now: Sequence[Group], pairs: Mapping[str, tuple[Episode, Episode]]
-) -> list[str]:
-    """Returns the lines to print."""
+def _compare(before: Sequence[Group], now: Sequence[Group]) -> list[str]:
+    """Returns the lines to print: what would have changed, without the episodes that are lost."""
     from gspo_env.rollout.metrics import EpisodeStats
 
-    played = {name: pair for name, pair in pairs.items() if not pair[0].failed | pair[1].failed}
-    stats = [EpisodeStats.of([pair[n] for pair in played.values()]) for n in (0, 1)]
-    compared: list[bool] = []
-    for old, new in zip(before, now, strict=True):
-        returns = [
-            (_return(one), _return(two))
+    groups = [
+        [
+            (one, two)
             for one, two in zip(old.episodes, new.episodes, strict=True)
-            if not one.failed | two.failed
+            if not one.failed and not two.failed
         ]
-        compared += [(a - c) * (b - d) < 0 for (a, b), (c, d) in itertools.combinations(returns, 2)]
-    flat = [sum(len({_return(e) for e in g.episodes}) < 2 for g in row) for row in (before, now)]
-    largest = sorted(
-        played.items(), key=lambda item: -abs(_return(item[1][0]) - _return(item[1][1]))
-    )
-    return [
-        f"episodes  {len(pairs)} in {len(now)} groups, {len(pairs) - len(played)} lost",
-        f"return    {stats[0].mean_return:.3f} before, {stats[1].mean_return:.3f} now",
-        f"order     {sum(compared)} of {len(compared)} pairs of a group are swapped",
-        f"flat      {flat[0]} groups with equal returns before, {flat[1]} now",
-        *(f"{name}  {value:.3f}" for name, value in stats[1].reward_parts.items()),
-        *(f"{name}  {_return(a):.3f} before, {_return(b):.3f} now" for name, (a, b) in largest[:5]),
+        for old, new in zip(before, now, strict=True)
     ]
-
-
-def _return(episode: Episode) -> float:
-    return float(episode.rewards.sum())
+    played = [pair for group in groups for pair in group]
+    old, new = (EpisodeStats.of([pair[n] for pair in played]) for n in (0, 1))
+    returns = [[(a.rewards.sum(), b.rewards.sum()) for a, b in group] for group in groups]
+    swaps = [
+        (a - c) * (b - d) < 0
+        for group in returns
+        for (a, b), (c, d) in itertools.combinations(group, 2)
+    ]
+    flat = [sum(len({pair[n] for pair in group}) < 2 for group in returns) for n in (0, 1)]
+    count = sum(len(group.episodes) for group in now)
+    return [
+        f"episodes  {count} in {len(now)} groups, {count - len(played)} lost",
+        f"return    {old.mean_return:.3f} before, {new.mean_return:.3f} now",
+        f"order     {sum(swaps)} of {len(swaps)} pairs of a group are swapped",
+        f"flat      {flat[0]} groups with equal returns before, {flat[1]} now",
+        *(f"{name}  {value:.3f}" for name, value in new.reward_parts.items()),
+    ]

@@ -9,12 +9,13 @@ import os
 import random
 import re
 import sqlite3
+import ssl
 import subprocess
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import httpx2 as httpx
 from annotated_types import Ge, Gt
@@ -82,11 +83,16 @@ class ChatClient:
         check_values(self)
         self._key = os.environ.get(self.key_variable, "")
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._tls = ssl.create_default_context()
         self._pending: dict[str, asyncio.Task[str]] = {}
         self._cache = sqlite3.connect(
             self.cache or ":memory:", timeout=60, isolation_level=None, check_same_thread=False
         )
         self._cache.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT)")
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Returns itself: the copies of an environment's arguments share the limits."""
+        return self
 
     async def ask(self, messages: Sequence[Mapping[str, str]], usage: Usage, seed: int) -> str:
         """Returns the answer to a conversation, from the cache if it is there.
@@ -144,10 +150,12 @@ class ChatClient:
         usage.requests += 1
         headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
         try:
-            async with asyncio.timeout(self.timeout):
-                response = await self._http.post(
-                    f"{self.url.rstrip('/')}/chat/completions", json=body, headers=headers
-                )
+            async with (
+                asyncio.timeout(self.timeout),
+                httpx.AsyncClient(timeout=None, verify=self._tls) as http,
+            ):
+                place = f"{self.url.rstrip('/')}/chat/completions"
+                response = await http.post(place, json=body, headers=headers)
         except (httpx.HTTPError, TimeoutError) as error:
             raise _TryAgainError(f"{type(error).__name__} {error}", 0.0) from error
         status = f"status {response.status_code}, {response.text[:200]!r}"
@@ -173,7 +181,6 @@ class ChatClient:
         if loop is not self._loop:
             self._loop, self._pending, self._next = loop, {}, 0.0
             self._slots, self._starting = asyncio.Semaphore(self.concurrency), asyncio.Lock()
-            self._http = httpx.AsyncClient(timeout=None)
 
     async def _pace(self) -> None:
         """Waits for the next place within `per_minute`."""

@@ -10,6 +10,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 from pretend_judge import first, good, group, noisy, serve
@@ -300,6 +301,17 @@ def test_a_group_reward_of_a_user_that_raises_costs_the_group_and_not_the_run():
 def test_settings_that_mean_nothing_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         Judge(model="m", url="http://x", **{**SLACK, **settings})
+
+
+def test_a_judge_is_an_argument_of_gymnasium_make_and_sees_nothing_alone(server):
+    reward = judge(server)
+    rows = [{"prompt": "Say", "completion": "quality 1"}] * 4
+    env = gymnasium.make("gspo/Dataset-v0", data=rows, rewards=[reward])
+    env.reset(seed=0)
+    assert env.step("quality 3")[1] == 0.0
+    assert env.spec is not None
+    scored = asyncio.run(env.get_wrapper_attr("group_reward")(group(["quality 3"])))
+    assert scored.episodes[0].outcome == 0.3
 
 
 def test_a_judge_in_the_rewards_of_a_dataset_trains_and_its_losses_are_counted(
