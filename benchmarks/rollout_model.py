@@ -2,7 +2,7 @@
 
     python benchmarks/rollout_model.py [--model smollm2] [--dtype bfloat16] [--threads 1]
         [--prompts 8] [--group 8] [--length 178] [--new 48] [--rounds 3]
-        [--vllm PYTHON] [--no-loops]
+        [--vllm PYTHON] [--modes eager compiled] [--no-loops]
 
 Each program samples `--group` continuations of each prompt at temperature 1. The plain loop
 computes each prompt once and keeps log-probabilities; `generate` of `transformers`, which TRL uses
@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--vllm", default="")
+    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
     parser.add_argument("--loops", action=argparse.BooleanOptionalAction, default=True)
     sizes = {"threads": 1, "prompts": 8, "group": 8, "length": 178, "new": 48, "rounds": 3}
     for name, size in sizes.items():
@@ -156,7 +157,7 @@ def main() -> None:
         if arguments.vllm:
             Exporter(plain, untie=False).write(named_weights(plain), Path(folder))
             tokenizer.save_pretrained(folder)
-            for mode in ("eager", "compiled"):
+            for mode in arguments.modes:
                 child = children[mode] = VLLMChild(arguments.vllm, folder, mode, arguments)
                 programs[f"vLLM, {mode}"] = lambda child=child: (
                     tokens / child.seconds(*batch, arguments.new)
