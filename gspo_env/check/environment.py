@@ -30,7 +30,7 @@ from gspo_env.env.info import declared_score, parse_step
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import Tool
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
-from gspo_env.rollout.branching import has_snapshots, refuse_side_effects
+from gspo_env.rollout.branching import check_branching, has_snapshots
 from gspo_env.rollout.play import ENDED, PolicyInput, PolicyOutput, demonstrator, play
 from gspo_env.runtime.threads import EnvThread, attempt, watched
 from gspo_env.seeding import global_generators_kept
@@ -57,7 +57,7 @@ class Checked:
     """Whether `info` says what a success is; otherwise every outcome above 0 is one."""
     branches: Literal["snapshot", "replay", "no"] = "replay"
     """How `gspo_env.rollout.branching` continues its episodes: from a state that it saved, or by
-    playing the same actions again; `no` if its tools may have effects elsewhere."""
+    playing the same actions again; `no` if `check_branching` refuses them."""
     demonstrated: tuple[bool, ...] = ()
     """Whether each episode of the environment's own demonstrator succeeded; empty without one."""
 
@@ -267,7 +267,7 @@ class _Check:
     def branches(self) -> Literal["snapshot", "replay", "no"]:
         """Returns how its episodes can be continued from the middle."""
         try:
-            refuse_side_effects(self.env, self.played[0])
+            check_branching(self.env, self.played[0])
         except EnvironmentContractError:
             return "no"
         return "snapshot" if has_snapshots(self.env) else "replay"

@@ -245,7 +245,7 @@ class ContinuationPolicy(EnginePolicy):
         """
         turn = inputs.turn
         if turn == 0:
-            refuse_side_effects(inputs.env, self.past)
+            check_branching(inputs.env, self.past)
         is_past = turn < self.shared
         self.engine = _Recorded(self.past.turns[turn]) if is_past else self.sampler
         output = await super().__call__(inputs)
@@ -336,13 +336,18 @@ def has_snapshots(env: Any) -> bool:
     return hasattr(env, "snapshot") and hasattr(env, "restore") and not takes_cuts
 
 
-def refuse_side_effects(env: TextEnvironment, episode: Episode) -> None:
-    """Raises an error if calling the tools of an environment again may have an effect.
+def check_branching(env: TextEnvironment, episode: Episode) -> None:
+    """Checks that an environment lets its episodes branch.
 
     Raises:
         EnvironmentContractError: The environment declares `replays = False`; or it does not declare
-            it, and has tools or runs a program.
+            it, and has tools or runs a program; or its rewards compare the episodes of a group.
     """
+    if attribute(env, "group_reward", None):
+        raise EnvironmentContractError(
+            f"{episode.task.env_id}: its group_reward compares whole groups, so its episodes "
+            "cannot branch."
+        )
     declared = attribute(env, "replays", None)
     has_tools = bool(episode.prompt.tools) or any(turn.info.tools for turn in episode.turns)
     if declared is False:

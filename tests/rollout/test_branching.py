@@ -14,13 +14,19 @@ from rollouts import collector, episodes
 from gspo_env.batch.packing import pack
 from gspo_env.batch.sample import to_samples
 from gspo_env.check.actions import random_policy
+from gspo_env.check.environment import check_env
 from gspo_env.credit.branches import BranchBaseline, shared_turns
 from gspo_env.credit.estimate import estimate
 from gspo_env.engines.base import Completion, Engine
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import _BUILTIN, make_env
 from gspo_env.env.tools import as_tool, tool
-from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError
+from gspo_env.errors import (
+    ConfigError,
+    EnvironmentCheckError,
+    EnvironmentContractError,
+    MissingExtraError,
+)
 from gspo_env.rollout.branching import (
     Branching,
     DisputedTurns,
@@ -202,6 +208,34 @@ def test_tools_are_called_again_only_if_the_environment_declares_that_they_may(c
         return
     with pytest.raises(EnvironmentContractError, match=r"test: .*replays = "):
         branch(chat, Declared, EveryTurn())
+
+
+class Judged(Counter):
+    async def group_reward(self, group):
+        return group
+
+
+def test_an_environment_that_compares_whole_groups_is_refused(chat):
+    with pytest.raises(EnvironmentContractError, match="test: its group_reward compares"):
+        branch(chat, Judged, EveryTurn())
+
+
+class Forgetful(Saving):
+    def snapshot(self):
+        return {"_turn": self._turn}
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [(Counter, "replay"), (Saving, "snapshot"), (Asking, "no"), (Judged, "no")],
+)
+def test_the_check_of_an_environment_says_how_its_episodes_branch(make, how):
+    assert check_env(make()).branches == how
+
+
+def test_the_check_finds_a_state_that_is_not_restored():
+    with pytest.raises(EnvironmentCheckError, match=r"after restore\(\): turn"):
+        check_env(Forgetful())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
