@@ -57,8 +57,8 @@ def make_start(config: Config, envs: Mapping[str, TextEnvironment]) -> Start:
         start = recipe.build(envs, seed, config.rollout, show)
         if start is None:
             raise ConfigError(
-                "model is '' and the recipe makes none; expected a model, or a recipe such as "
-                "Config.from_recipe('tiny')"
+                f"model is '' and the recipe {name_of('recipe', recipe)!r} makes none; expected a "
+                "model (--model), or the recipe 'tiny', which makes one"
             )
         model, tokenizer, episodes = start
         shown = {episode.task.env_id for episode in episodes}

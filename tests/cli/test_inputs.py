@@ -31,6 +31,7 @@ def _folder(tmp_path, monkeypatch):
             ["evaluate", "runs/a", "--temperature", "nan"],
             "temperature is nan; expected a number of",
         ),
+        (["train", "--recipe", "imitate"], "the recipe 'imitate' makes none; expected a model"),
         (["train", "--advantage", "grpo"], "--loss grpo --advantage outcome --advantage.scale std"),
         (["train", "--conversations", "x", "--model", "m"], "to select one, add --recipe imitate"),
         (["train", "--env-kwargs", "hops=abc"], "hops is 'abc', expected a whole number or two"),

@@ -121,6 +121,7 @@ def test_a_model_is_watched_and_its_tokens_are_shown(monkeypatch, capsys, saved,
     output = played(monkeypatch, capsys, typed, "--model", str(saved), "--max-turn-tokens", "3")
     assert "user: Follow " in output
     assert re.search(r"model: .*\(cut after 3 tokens\)", output)
+    assert output.count(" links from ") == 1
     assert "No success" in output
 
 
