@@ -10,6 +10,7 @@ import os
 import re
 import stat
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,7 +90,9 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def save_adapter(model: Any, folder: Path) -> None:
     """Writes the adapter of a model in PEFT's form, all or nothing; it needs its base to load."""
-    with replaced_folder(folder) as part:
+    with replaced_folder(folder) as part, warnings.catch_warnings():
+        # a base without a folder, such as a GGUF file, has no config to compare with
+        warnings.filterwarnings("ignore", "Could not find a config file", UserWarning)
         model.save_pretrained(part)
 
 
