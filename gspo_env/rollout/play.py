@@ -139,7 +139,7 @@ async def play(
             raise
         stop = StopReason.TIMEOUT
         if run.calling:
-            fault = hang(run.calling, timeout)
+            fault = hang(str(run.calling), timeout)
     except EnvironmentFailed as failure:
         fault = failure.fault
     return run.episode(fault.reason if fault else stop, fault)
@@ -241,6 +241,16 @@ def conclude(
     return outcome, outcome > 0 if last.success is None else last.success
 
 
+@dataclass(slots=True)
+class _StepName:
+    """The name of a call of `step`, which is written only where a fault names it."""
+
+    action: Action
+
+    def __str__(self) -> str:
+        return f"step({reprlib.repr(self.action)})"
+
+
 class EpisodeRun:
     """The state of one running episode."""
 
@@ -255,7 +265,7 @@ class EpisodeRun:
         self.takes_cuts = bool(attribute(env, "takes_cut_actions", False))
         self.refused = 0
         """Prompts in a row that did not fit."""
-        self.calling = ""
+        self.calling: str | _StepName = ""
         """The call that the environment has not returned from."""
 
     async def play(self, policy: Policy, max_turns: int | None) -> StopReason:
@@ -351,7 +361,7 @@ class EpisodeRun:
         self, action: Action, tokens: int | None
     ) -> tuple[StopReason | None, float, StepInfo]:
         """Steps the environment; returns why the episode ends, if it does, and what it gave."""
-        result = await self._call(f"step({reprlib.repr(action)})", self.env.step, action)
+        result = await self._call(_StepName(action), self.env.step, action)
         try:
             self.observation, reward, terminated, truncated, info = parse_step(
                 self.task.env_id, result, tokens
@@ -388,7 +398,7 @@ class EpisodeRun:
         return stop
 
     async def _call(
-        self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+        self, name: str | _StepName, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         self.calling = name
         try:
@@ -397,7 +407,7 @@ class EpisodeRun:
             else:
                 result = await self.call(function, *args, **kwargs)
         except Exception as error:
-            raise EnvironmentFailed(describe(name, error)) from error
+            raise EnvironmentFailed(describe(str(name), error)) from error
         self.calling = ""
         return result
 
