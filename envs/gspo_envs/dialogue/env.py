@@ -64,7 +64,7 @@ class DialogueEnv(AnswerEnv):
         self.domain, self.system_prompt, self.early_answer = instance, instance.rules, early_answer
         self._address, self._model = "" if user == "scripted" else user, user_model
         self._headers = {name: resolve(value) for name, value in (headers or {}).items()}
-        self.blocking = bool(self._address)
+        self.blocking, self.replays = bool(self._address), not self._address
         self._tasks: list[DialogueTask] = []
         if tasks is not None:
             self._tasks, skipped = read_tau2(tasks, instance.script())
