@@ -46,6 +46,7 @@ BUILTIN: dict[str, dict[str, str]] = {
     "curriculum": {
         "none": "gspo_env.training.curriculum:NoCurriculum",
         "ladder": "gspo_env.training.ladder:Ladder",
+        "pool": "gspo_env.training.pool:Pool",
     },
     "engine": {
         "transformers": "gspo_env.engines.base:Transformers",
@@ -53,9 +54,14 @@ BUILTIN: dict[str, dict[str, str]] = {
         "vllm-server": "gspo_env.engines.vllm.settings:VLLMServer",
     },
     "loss": {
-        "gspo": "gspo_env.learner.losses:GSPO",
-        "grpo": "gspo_env.learner.losses:GRPO",
+        "cispo": "gspo_env.learner.more_losses:CISPO",
         "dr_grpo": "gspo_env.learner.losses:DrGRPO",
+        "grpo": "gspo_env.learner.losses:GRPO",
+        "gspo": "gspo_env.learner.losses:GSPO",
+        "icepop": "gspo_env.learner.more_losses:IcePop",
+        "luspo": "gspo_env.learner.more_losses:LUSPO",
+        "sapo": "gspo_env.learner.more_losses:SAPO",
+        "vespo": "gspo_env.learner.more_losses:VESPO",
     },
     "recipe": {
         "imitate": "gspo_env.recipes.imitate:Imitate",

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from gspo_env.batch.sample import Sample
-from gspo_env.learner import GSPO, Learner, LearnerConfig, Loss
-from gspo_env.learner.losses import policy_loss
+from gspo_env.learner import GSPO, Learner, LearnerConfig, Loss, policy_loss
 
 
 def learner_of(

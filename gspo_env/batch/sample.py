@@ -28,6 +28,8 @@ class Sample:
     episode: int | None = None
     """Samples with the same number are sequences of one episode, which has one ratio and one
     weight; None is an episode of its own."""
+    observed: BoolArray | None = None
+    """(T,) true on the environment's tokens after the first model token; None if unknown."""
 
     def __post_init__(self) -> None:
         """Rejects arrays that do not fit together, and a model token that nothing predicts."""
@@ -126,6 +128,7 @@ def _samples(episode: Episode, advantages: FloatArray, by_token: bool, number: i
         # a sequence has its turns in order too
         in_order = np.isin(turn_N, sequence.turn_ids[model_places])
         keep = keep_N[in_order]
+        observed = (sequence.turn_ids < 0) & (sequence.turn_ids >= 0).cumsum().astype(bool)
         sequence.turn_ids[model_places[~keep]] = -1
         samples.append(
             Sample(
@@ -134,6 +137,7 @@ def _samples(episode: Episode, advantages: FloatArray, by_token: bool, number: i
                 advantages=values_N[in_order][keep],
                 engine_logprobs=engine_N[in_order][keep],
                 episode=number,
+                observed=observed,
             )
         )
     return samples

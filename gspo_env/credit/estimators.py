@@ -22,6 +22,7 @@ from annotated_types import Interval
 
 from gspo_env.credit.scores import turn_rewards
 from gspo_env.credit.statistics import (
+    MIN_SCALE,
     anchors,
     discounted,
     divided,
@@ -45,10 +46,11 @@ class Estimator:
     The built-in subclasses implement `compare`, which gets usable episodes only.
     """
 
-    scale: Literal["none", "batch", "std"] = "none"
-    """Divisor: 1, the standard deviation of all advantages of the batch, or that of the group,
-    which is a bias (see docs/credit.md). With `batch`, `advantages` does not divide and `estimate`
-    does. A z-score is divided with `std` only."""
+    scale: Literal["none", "batch", "std", "mean"] = "none"
+    """Divisor: 1; the standard deviation of all advantages of the batch, or that of the group,
+    which is a bias (see docs/credit.md); or the group's mean outcome, so that rare successes count
+    more (MaxRL, arXiv 2602.02710; all 0 if that mean is not above 0). With `batch`, `advantages`
+    does not divide and `estimate` does. A z-score is divided with `std` only."""
     ddof: Literal[0, 1] = 0
     """Delta degrees of freedom of the standard deviation."""
 
@@ -71,8 +73,12 @@ class Estimator:
         rows, used = [np.zeros(len(e.turns)) for e in group.episodes], usable(group)
         if len(used) >= 2:
             compared = self.compare([group.episodes[i] for i in used], group.score)
+            divisor = 1.0
+            if self.scale == "mean":
+                mean = float(np.mean([group.episodes[i].outcome for i in used]))
+                divisor = mean if mean >= MIN_SCALE else np.inf
             for i, row in zip(used, compared, strict=True):
-                rows[i] = row
+                rows[i] = row / divisor
         return rows
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:

@@ -40,10 +40,13 @@ from gspo_env.learner.stats import PassStats, TokenValues, UpdateStats, to_cpu
 from gspo_env.model.adapters import adapter_is_zero, is_adapted
 from gspo_env.model.check import RunMode, check_model
 from gspo_env.model.scorer import Scorer
+from gspo_env.registry import load_function
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_OBSERVATIONS = "gspo_env.learner.observations:predict_with_observations"
+"""Imported only if observations are learned."""
 
 
 class Learner:
@@ -291,9 +294,8 @@ class Learner:
 
     def _ratios_are_one(self, minibatch: Minibatch) -> bool:
         """Returns whether the policy is pi_old, so that the ratios need no pass."""
-        clipped = (
-            type(self.loss).compute is ClippedLoss.compute
-        )  # another may read the others' tokens
+        # another may read the others' tokens
+        clipped = type(self.loss).compute is ClippedLoss.compute
         return clipped and minibatch.first and not self.loss.needs_engine_logprobs
 
     def _backward(
@@ -304,7 +306,14 @@ class Learner:
         others: Sequence[tuple[PackedBatch, LossInput]],
     ) -> PassStats:
         row, coefficient = microbatch.row, scorer.router_coefficient
-        predictions, balance = scorer(row, routers=coefficient > 0)
+        observation_loss = None
+        if self.config.observation_coef:
+            predict = load_function(_OBSERVATIONS, "observation_coef")
+            predictions, balance, observation_loss = predict(
+                scorer, microbatch.samples, self.pack, coefficient > 0
+            )
+        else:
+            predictions, balance = scorer(row, routers=coefficient > 0)
         policy_N = predictions.logprobs_N.detach()
         scored = replace(microbatch, trainer_logprobs_N=policy_N) if minibatch.first else microbatch
         inputs = self._loss_input(scored, minibatch, predictions.logprobs_N)
@@ -324,6 +333,9 @@ class Learner:
             part_N = getattr(output, part)
             values[part] = None if part_N is None else part_N[: len(policy_N)]
         total = output.loss
+        if observation_loss is not None:
+            total = total + self.config.observation_coef * observation_loss / minibatch.sequences
+            values["observation_loss"] = observation_loss.detach() / len(row.lengths_B)
         if balance is not None:
             share = len(row.lengths_B) / minibatch.sequences
             total = total + coefficient * balance.loss * share

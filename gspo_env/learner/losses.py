@@ -110,7 +110,20 @@ class Loss(ABC):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClipSettings:
+class AggregationSettings:
+    """How a loss reduces the objectives of tokens to one number."""
+
+    aggregation: Aggregation = "sequence_mean"
+    """Mean over an episode's tokens, then over episodes; mean over all tokens of a minibatch
+    (DAPO, arXiv 2503.14476); or sum over tokens divided by `max_tokens`, then mean over episodes
+    (Dr. GRPO, arXiv 2503.20783)."""
+    max_tokens: Annotated[int, Ge(1)] = 1024
+    """The constant that `token_sum` divides by, such as the most tokens of an episode. The other
+    aggregations ignore it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipSettings(AggregationSettings):
     """The settings of the clipped policy loss."""
 
     ratio_level: RatioLevel = "sequence"
@@ -125,13 +138,6 @@ class ClipSettings:
     """The ratio's upper bound is 1 + clip_high."""
     dual_clip: Annotated[float, Ge(0)] = 0.0
     """The ratio's upper bound for negative advantages, above 1 + clip_high; 0 sets none."""
-    aggregation: Aggregation = "sequence_mean"
-    """Mean over an episode's tokens, then over episodes; mean over all tokens of a minibatch
-    (DAPO, arXiv 2503.14476); or sum over tokens divided by `max_tokens`, then mean over episodes
-    (Dr. GRPO, arXiv 2503.20783)."""
-    max_tokens: Annotated[int, Ge(1)] = 1024
-    """The constant that `token_sum` divides by, such as the most tokens of an episode. The other
-    aggregations ignore it."""
     kl_coef: Annotated[float, Ge(0)] = 0.0
     """Weight of the k3 KL to the reference: the initial model, with its adapter turned off or as a
     frozen copy. 0 computes no KL."""
@@ -151,7 +157,7 @@ class ClipSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClippedLoss(ClipSettings, Loss):
-    """The clipped policy loss; see `gspo_env.learner.losses.policy_loss`."""
+    """The clipped policy loss; see `gspo_env.learner.policy_loss`."""
 
     old_logprobs: OldLogprobs = "trainer"
     """Whose log-probabilities are pi_old. The engine's save a forward pass, but then a mismatch
@@ -193,18 +199,21 @@ class ClippedLoss(ClipSettings, Loss):
         """The bounds of the ratio."""
         return 1 - self.clip_low, 1 + self.clip_high
 
+    def mismatch_weights(self, inputs: LossInput) -> Tensor | None:
+        """Returns the weight (N,) of each token's objective; None if all are 1."""
+        if self.resolved_correction == "none" or inputs.engine_logprobs_N is None:
+            return None
+        return importance_weights(
+            inputs.old_logprobs_N,
+            inputs.engine_logprobs_N,
+            inputs.episode_N,
+            kind=self.resolved_correction,
+            cap=self.correction_cap,
+            num_sequences=inputs.num_episodes,
+        )
+
     def compute(self, inputs: LossInput) -> ObjectiveOutput:
         """Computes the loss of a microbatch."""
-        weights_N = None
-        if self.resolved_correction != "none" and inputs.engine_logprobs_N is not None:
-            weights_N = importance_weights(
-                inputs.old_logprobs_N,
-                inputs.engine_logprobs_N,
-                inputs.episode_N,
-                kind=self.resolved_correction,
-                cap=self.correction_cap,
-                num_sequences=inputs.num_episodes,
-            )
         return packed_policy_loss(
             inputs.logprobs_N,
             inputs.old_logprobs_N,
@@ -214,7 +223,7 @@ class ClippedLoss(ClipSettings, Loss):
             turn_ids_N=inputs.turn_N,
             num_turns=inputs.num_turns,
             reference_logprobs_N=inputs.reference_logprobs_N,
-            importance_weights_N=weights_N,
+            importance_weights_N=self.mismatch_weights(inputs),
             normaliser=inputs.tokens if self.aggregation == "token_mean" else inputs.episodes,
             **{f.name: getattr(self, f.name) for f in fields(ClipSettings)},
         )
@@ -253,77 +262,6 @@ class DrGRPO(GRPO):
     aggregation: Aggregation = "token_sum"
 
 
-def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    turn_ids: Tensor | None = None,
-    episode_ids: Tensor | None = None,
-    reference_logprobs: Tensor | None = None,
-    importance_weights: Tensor | None = None,
-    **options: Any,
-) -> ObjectiveOutput:
-    """Computes the loss of `packed_policy_loss` for padded sequences.
-
-    The options are the fields of `ClipSettings`. What a masked-out slot holds, NaN included,
-    changes neither the loss nor its gradient. Sequences without a model token do not count. Rows
-    with the same id in `episode_ids` are one sequence in these terms.
-
-    Shapes:
-        logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); turn_ids,
-        reference_logprobs, importance_weights: (B, T) if given; episode_ids: (B,) in [0, B) if
-        given.
-
-    Raises:
-        BatchError: Shapes do not fit together.
-        ConfigError: An option is invalid.
-    """
-    import torch
-
-    if logprobs.ndim != 2:
-        raise BatchError(f"logprobs has shape {tuple(logprobs.shape)}; expected (B, T)")
-    if mask.dtype != torch.bool:
-        raise BatchError(f"mask has dtype {mask.dtype}; expected torch.bool")
-    by_sequence = advantages.ndim == 1
-    _check_shapes(logprobs.shape[:1], episode_ids=episode_ids)
-    _check_shapes(logprobs.shape[: advantages.ndim], advantages=advantages)
-    _check_shapes(
-        logprobs.shape,
-        mask=mask,
-        old_logprobs=old_logprobs,
-        turn_ids=turn_ids,
-        reference_logprobs=reference_logprobs,
-        importance_weights=importance_weights,
-    )
-    rows_N = mask.nonzero()[:, 0]
-    output = packed_policy_loss(
-        logprobs[mask],
-        old_logprobs[mask],
-        advantages[rows_N] if by_sequence else advantages[mask],
-        rows_N if episode_ids is None else episode_ids[rows_N],
-        num_sequences=len(mask),
-        turn_ids_N=None if turn_ids is None else turn_ids[mask],
-        reference_logprobs_N=None if reference_logprobs is None else reference_logprobs[mask],
-        importance_weights_N=None if importance_weights is None else importance_weights[mask],
-        **options,
-    )
-
-    def padded(values_N: Tensor | None, elsewhere: float) -> Tensor | None:
-        if values_N is None:
-            return None
-        full = torch.full(mask.shape, elsewhere, dtype=values_N.dtype, device=mask.device)
-        return full.masked_scatter(mask, values_N)
-
-    return replace(
-        output,
-        ratio=padded(output.ratio, 1.0),
-        clipped=padded(output.clipped, False),
-        kl=padded(output.kl, 0.0),
-    )
-
-
 def packed_policy_loss(
     logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -358,7 +296,7 @@ def packed_policy_loss(
         arXiv 2503.14476; `token_sum`: arXiv 2503.20783; `ratio_mean`: arXiv 2605.12058, eq. 1 to 3.
     """
     settings = ClipSettings(**options)
-    _check_shapes(
+    check_shapes(
         logprobs_N.shape,
         old_logprobs_N=old_logprobs_N,
         advantages_N=advantages_N,
@@ -371,7 +309,7 @@ def packed_policy_loss(
     segments_N, count = _segments(
         sequence_ids_N, num_sequences, settings.ratio_level, turn_ids_N, num_turns
     )
-    dtype = _wide(logprobs_N)  # bf16 and fp16 round exp(3e-4) to exactly 1
+    dtype = wide_dtype(logprobs_N)  # bf16 and fp16 round exp(3e-4) to exactly 1
     lp_N, adv_N = logprobs_N.to(dtype), advantages_N.detach().to(dtype)
     log_ratio_N = lp_N.detach() - old_logprobs_N.detach().to(dtype)
     log_s_N, log_carrier_N = _log_ratios(log_ratio_N, segments_N, count, settings.ratio_mean)
@@ -392,7 +330,7 @@ def packed_policy_loss(
         raise BatchError(
             f"kl_coef is {settings.kl_coef!r} without reference_logprobs; expected both or neither"
         )
-    mean = _aggregate(objective_N, sequence_ids_N, num_sequences, settings, normaliser)
+    mean = aggregate(objective_N, sequence_ids_N, num_sequences, settings, normaliser)
     return ObjectiveOutput(loss=-mean, ratio=ratio_N, clipped=clipped_N, kl=kl_N)
 
 
@@ -425,12 +363,12 @@ def importance_weights(
             f"kind is {kind!r} and cap is {cap!r}; expected one of {get_args(Correction)} and a "
             "number of at least 1"
         )
-    _check_shapes(
+    check_shapes(
         trainer_logprobs_N.shape,
         engine_logprobs_N=engine_logprobs_N,
         sequence_ids_N=sequence_ids_N,
     )
-    dtype = _wide(trainer_logprobs_N)
+    dtype = wide_dtype(trainer_logprobs_N)
     log_rho_N = trainer_logprobs_N.detach().to(dtype) - engine_logprobs_N.detach().to(dtype)
     if kind == "none" or not len(log_rho_N):
         return log_rho_N.new_ones(log_rho_N.shape)
@@ -442,7 +380,7 @@ def importance_weights(
     return (mean_N.abs() <= mean_N.new_full((), cap).log()).to(dtype)
 
 
-def _wide(values: Tensor) -> torch.dtype:
+def wide_dtype(values: Tensor) -> torch.dtype:
     """Returns the tensor's dtype, or float32 if it is narrower."""
     import torch
 
@@ -527,11 +465,11 @@ def _k3(lp_N: Tensor, reference_N: Tensor) -> Tensor:
     return log_r_N.expm1() - log_r_N
 
 
-def _aggregate(
+def aggregate(
     objective_N: Tensor,
     sequence_ids_N: Tensor,
     num_sequences: int,
-    settings: ClipSettings,
+    settings: AggregationSettings,
     normaliser: float | None,
 ) -> Tensor:
     """Reduces the objectives of all tokens to one number."""
@@ -547,7 +485,8 @@ def _aggregate(
     return (objective_N * weight_N).sum() / count
 
 
-def _check_shapes(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
+def check_shapes(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
+    """Raises `BatchError` if a tensor that is given has another shape."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != shape:
             raise BatchError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")

@@ -46,6 +46,9 @@ class LearnerConfig:
     """Optimiser steps for each rollout batch."""
     microbatch_tokens: Annotated[int, Ge(1)] = 16384
     """Maximum tokens of one forward and backward pass."""
+    observation_coef: Annotated[float, Ge(0)] = 0.0
+    """Weight of the cross-entropy on tokens of observations, which the policy loss leaves out; 0
+    computes none. See `gspo_env.learner.observations`."""
     lora_rank: Annotated[int, Ge(0)] = 0
     """Rank of a LoRA adapter; 0 trains every weight."""
     lora_alpha: Annotated[float, Ge(0)] = 0.0

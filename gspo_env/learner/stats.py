@@ -23,9 +23,9 @@ class PassStats:
     """By name, without those that are unknown.
 
     Scalars are `loss` (the share of this row in the loss of the minibatch), `router_loss`,
-    `load_max` and `load_min`. All others are (N,): `turn`, `episode` (an index into `episodes`),
-    `advantage`, `ratio`, `clipped`, `kl`, `entropy`, `top1`, `trainer_logprobs` (by the policy
-    before the first step) and `engine_logprobs`."""
+    `observation_loss`, `load_max` and `load_min`. All others are (N,): `turn`, `episode` (an index
+    into `episodes`), `advantage`, `ratio`, `clipped`, `kl`, `entropy`, `top1`, `trainer_logprobs`
+    (by the policy before the first step) and `engine_logprobs`."""
     episodes: tuple[int | None, ...]
     """The number of each episode; see `gspo_env.batch.sample.Sample.episode`."""
     computed_tokens: int
@@ -140,6 +140,7 @@ class UpdateStats:
             "train/entropy": by_token("entropy"),
             "train/top1": by_token("top1"),
             "train/router_loss": by_row("router_loss"),
+            "train/observation_loss": by_row("observation_loss"),
             "train/expert_load_max": by_row("load_max"),
             "train/expert_load_min": by_row("load_min"),
             **self._mismatch_metrics(),

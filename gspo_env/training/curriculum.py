@@ -20,6 +20,8 @@ class StepResult:
     """Share of the episodes that succeeded."""
     mean_return: float
     """Mean sum of the turns' rewards."""
+    tasks: Sequence[tuple[int, str, int, int]] = ()
+    """What a curriculum that draws tasks records; see `gspo_env.training.pool`."""
 
     def metrics(self) -> dict[str, float]:
         """Returns the options that are numbers, by metric name."""

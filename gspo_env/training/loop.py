@@ -199,12 +199,14 @@ class Loop:
             key = json.dumps(group.task.options, sort_keys=True)
             by_options.setdefault(key, []).append(group)
         metrics = {"rollout/episodes_before": float(self.played)}
+        record = getattr(self.config.curriculum, "record", None)
         for groups in by_options.values():
             episodes = [e for group in groups for e in group.episodes if not e.failed]
             if episodes:
                 played = EpisodeStats.of(episodes)
                 options = dict(groups[0].task.options)
-                self.results.append(StepResult(options, played.success, played.mean_return))
+                tasks = record(groups) if record else ()
+                self.results.append(StepResult(options, played.success, played.mean_return, tasks))
                 metrics |= self.results[-1].metrics()
         self.played += sum(len(group.episodes) for group in [*batch.groups, *batch.unused])
         return metrics
@@ -313,13 +315,15 @@ class Loop:
 
     def _tasks(self, step: int) -> list[Task]:
         """Returns the tasks of a step, with the options that the curriculum chooses now."""
-        return draw_tasks(
+        tasks = draw_tasks(
             self.weights,
             seed=self.config.seed,
             step=step,
             count=self.config.tasks_per_step,
             options=next_options(self.config.curriculum, self.results),
         )
+        draw = getattr(self.config.curriculum, "draw", None)
+        return draw(tasks, self.results) if draw else tasks
 
     def _is_flat(self, group: Group) -> bool:
         """Returns whether every advantage of a group is 0."""

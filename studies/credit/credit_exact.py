@@ -8,10 +8,10 @@ For each problem and number of turns, it prints
 - the bias as a fraction of the true gradient, at the best scale,
 - the noise of one group of 8, divided by the length of the mean estimate.
 
-The first part is on policy, where the ratio level does not matter, with and without division by the
-standard deviation of the group. The second part is off policy, with each ratio level. The last part
-counts the episodes that plain policy gradient needs to reach 90 % of the best return. It uses the
-additive problem, with the best step size of each estimator.
+The first part is on policy, with and without division by the standard deviation of the group;
+`losses_exact.py` has the losses, also off policy. The last part counts the episodes that plain
+policy gradient needs to reach 90 % of the best return. It uses the additive problem, with the best
+step size of each estimator.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ from studies.credit.exact import (
 
 PROBLEMS = {"additive": additive, "key and door": key_and_door, "may stop": may_stop}
 TURNS = (1, 2, 4, 8)
-LEVELS = ("sequence", "turn", "token")
 GROUPS = 2000
-DRIFT = 0.3
 
 
 def estimators(scale: str):
@@ -66,19 +64,6 @@ def on_policy() -> dict[tuple[str, str], list[Analysis]]:
                 if scale == "none":
                     kept[problem, name] = results
     return kept
-
-
-def off_policy() -> None:
-    """Measures every estimator at every ratio level, off policy."""
-    print(f"\noff policy (logits moved by {DRIFT}), 4 turns, scale none: cosine, bias, noise")
-    print(f"  {'':38} " + "  ".join(f"{level:>20}" for level in LEVELS))
-    for problem, make in PROBLEMS.items():
-        for name, estimator in estimators("none").items():
-            results = [
-                analyse(make(4), estimator, ratio_level=level, drift=DRIFT, groups=GROUPS)
-                for level in LEVELS
-            ]
-            show(f"{problem}: {name}", results)
 
 
 def speed() -> None:
@@ -135,7 +120,6 @@ def draw(kept: dict[tuple[str, str], list[Analysis]], path: str) -> None:
 
 if __name__ == "__main__":
     found = on_policy()
-    off_policy()
     speed()
     if len(sys.argv) > 1:
         draw(found, sys.argv[1])

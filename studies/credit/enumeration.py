@@ -184,7 +184,7 @@ def direction(
             for chance_M, gradient_MD, inside_M in parts
         )
         square = float(mean @ mean) + noise * len(tasks) / groups
-        return _direction(mean, square, np.concatenate(true))
+        return direction_of(mean, square, np.concatenate(true))
     rng = np.random.default_rng(seed)
     each = groups // len(tasks)
     drawn = [rng.choice(len(part[0]), (draws, each), p=part[0]) for part in parts]
@@ -194,7 +194,7 @@ def direction(
     updates = np.hstack([part[1][d].sum(1) for part, d in pairs]) * factor[:, None]
     inside = sum(part[2][d].sum(1) for part, d in pairs) * factor**2
     square = float(((updates**2).sum(1) + inside).mean())
-    return _direction(updates.mean(0), square, np.concatenate(true))
+    return direction_of(updates.mean(0), square, np.concatenate(true))
 
 
 def _factors(sums_B3: FloatArray, ddof: int) -> FloatArray:
@@ -222,7 +222,8 @@ def policy_at(problem: Problem, share: float, seed: int = 0) -> FloatArray:
         logits = logits + 0.05 * gradient / max(float(np.linalg.norm(gradient)), 1e-12)
 
 
-def _direction(mean: FloatArray, square: float, true: FloatArray) -> Direction:
+def direction_of(mean: FloatArray, square: float, true: FloatArray) -> Direction:
+    """Compares an update, given its mean and its mean square length, with the true gradient."""
     length, size = float(np.linalg.norm(mean)), float(np.linalg.norm(true))
     along = float(mean @ true) / size
     best = along / max(length, 1e-300) ** 2 * size

@@ -68,6 +68,17 @@ def test_turn_plus_outcome_falls_back_to_the_group_where_few_reach_a_turn():
     check(rows, [0, 3], [0], [0])  # the mean of the other episodes over all their turns is 0
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [((1, 0, 0, 0), (3, -1, -1, -1)), ((1, 1, 0, 0), (1, 1, -1, -1)), ((0, 0), (0, 0))],
+)
+def test_divided_by_the_mean_outcome_rare_successes_count_more(outcomes, expected):
+    rows = Outcome(scale="mean").advantages(group(*(episode(0, outcome=o) for o in outcomes)))
+    check(rows, *([value] for value in expected))
+    negative = group(*(episode(0, outcome=-o) for o in outcomes))
+    check(Outcome(scale="mean").advantages(negative), *([0] for _ in expected))
+
+
 def test_gigpo_compares_returns_to_go_from_the_same_state():
     rows = GiGPO(scale="none").advantages(group(episode(1, keys=["s"]), episode(0, keys=["s"])))
     check(rows, [1.0], [-1.0])

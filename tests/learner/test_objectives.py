@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from learners import evaluate
 
 from gspo_env.errors import BatchError, ConfigError
-from gspo_env.learner.losses import importance_weights, policy_loss
+from gspo_env.learner import importance_weights, policy_loss
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "objective_cases.json").read_text())
 TRL_CASES = json.loads((Path(__file__).parents[1] / "data" / "trl_cases.json").read_text())

@@ -15,8 +15,7 @@ from objective_reference import policy_loss as reference_loss
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.sample import to_samples
 from gspo_env.errors import BatchError
-from gspo_env.learner import GRPO, GSPO, DrGRPO, Loss
-from gspo_env.learner.losses import ClippedLoss, policy_loss
+from gspo_env.learner import GRPO, GSPO, ClippedLoss, DrGRPO, Loss, policy_loss
 from gspo_env.types import Episode, StopReason, Task, Turn
 
 learner_of = partial(learners.learner_of, dtype=torch.float64)
