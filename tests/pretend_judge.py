@@ -17,8 +17,9 @@ BLOCK = re.compile(
 
 
 def qualities(question):
-    """The last quality in each answer that is shown."""
-    return [int(re.findall(r"quality (\d+)", text)[-1]) for _, text in BLOCK.findall(question)]
+    """The last quality in each answer that is shown, at most 10; 0 without one."""
+    texts = [text for _, text in BLOCK.findall(question)]
+    return [min(10, int((re.findall(r"quality (\d+)", text) or [0])[-1])) for text in texts]
 
 
 def good(question):

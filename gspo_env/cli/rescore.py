@@ -92,7 +92,9 @@ def _score_each(group: Group, rewards: Any, rows: Any, when: Any) -> Group:
         turns, prompt = list(episode.turns), _plain(opening(episode))
         for k in range(len(turns)):
             value, parts = 0.0, {}
-            if when == "turn" or k == len(turns) - 1:
+            is_last = k == len(turns) - 1
+            is_cut = is_last and episode.stop_reason == "max_turn_tokens"  # `step` never saw it
+            if (when == "turn" or is_last) and not is_cut:
                 spoken = _plain(conversation(episode, k))
                 ids = tuple(i for turn in turns[: k + 1] for i in turn.action_ids)
                 attempt = make(
