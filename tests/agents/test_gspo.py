@@ -103,7 +103,7 @@ def test_a_run_evaluates_first_last_and_in_between_and_names_its_metrics():
     assert all(m.get("train/logprob_diff_max", 0.0) < 1e-4 for _, m in history)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_saved_run_loads_with_transformers_alone(rank):
     agent = GSPOAgent(config=with_learner(tiny(steps=1), lora_rank=rank, learning_rate=1e-2))
     agent.train()

@@ -85,7 +85,7 @@ def game(agent):
     return type(next(iter(agent.environments.envs.values())).unwrapped)
 
 
-@pytest.mark.parametrize("name", ["Duel", "Asynchronous"])
+@pytest.mark.parametrize("name", ["Duel", pytest.param("Asynchronous", marks=pytest.mark.slow)])
 def test_act_inside_step_samples_from_the_policy_that_is_being_trained(name):
     agent = GSPOAgent(env=f"duel.py:{name}", config=config())
     game(agent).partner = agent

@@ -42,10 +42,12 @@ def root(request):
     "flags",
     [
         [],
-        ["--advantage", "outcome", "--ratio-level", "sequence"],
-        ["--ratio-level", "token"],
+        pytest.param(
+            ["--advantage", "outcome", "--ratio-level", "sequence"], marks=pytest.mark.slow
+        ),
+        pytest.param(["--ratio-level", "token"], marks=pytest.mark.slow),
         ["--lora-rank", "2"],
-        ["--env", "gspo/GuessNumber-v0"],
+        pytest.param(["--env", "gspo/GuessNumber-v0"], marks=pytest.mark.slow),
     ],
 )
 def test_train_runs_to_its_end_and_says_both_figures(capsys, tmp_path, flags):

@@ -481,6 +481,7 @@ def test_the_area_is_that_of_the_trapezoidal_rule_whatever_the_spacing_of_the_po
         np.testing.assert_allclose(row.areas, [(80 * 0.2 + 10 * 0.6 + 10 * 0.8) / 100])
 
 
+@pytest.mark.slow
 def test_reports_without_a_difference_make_a_false_claim_in_at_most_one_of_twenty(tmp_path):
     arms = tuple(Arm(name=name, changes={}) for name in "abcd")
     problems = {name: small() for name in ("p", "q", "r", "s")}

@@ -35,6 +35,7 @@ def work(tmp_path, monkeypatch):
     return importlib.import_module("work_of_a_comparison")
 
 
+@pytest.mark.slow
 def test_jobs_run_in_other_processes_and_those_whose_process_dies_are_lost(work, tmp_path, capfd):
     paths = [tmp_path / "a", tmp_path / "b"]
     lost = []

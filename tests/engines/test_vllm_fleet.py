@@ -115,6 +115,7 @@ def test_a_killed_server_is_started_again_and_has_the_current_weights_at_its_fir
     }
 
 
+@pytest.mark.slow
 def test_a_server_that_drops_a_request_and_is_slow_to_say_that_it_is_healthy_is_kept(start):
     engine = start(replicas=1)
     for name in ("drops", "busy"):

@@ -378,6 +378,7 @@ def test_a_kept_run_is_scored_again_with_other_rewards(server, tmp_path, monkeyp
         assert row["now"] == pytest.approx(row["parts"]["judge"] + row["parts"]["matches"])
 
 
+@pytest.mark.slow
 def test_a_model_of_our_own_that_serve_plays_judges_and_its_babble_is_never_a_zero(tmp_path):
     recipe = Tiny(hidden_size=32, demonstrations=16, imitation_steps=2)
     config = Config.from_recipe(recipe, rollout={"max_context": 2048}, tracker="none")

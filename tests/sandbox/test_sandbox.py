@@ -479,6 +479,7 @@ time.sleep(wait)
 """
 
 
+@pytest.mark.slow
 def test_a_double_fork_does_not_outlive_the_run(tmp_path: Path) -> None:
     path = tmp_path / "heartbeat"
     code = program(DOUBLE_FORK, path=str(path), wait=60)

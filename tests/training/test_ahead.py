@@ -137,7 +137,8 @@ def test_a_run_that_plays_ahead_resumes_what_was_in_flight_and_skips_no_task(tmp
     assert tasks_of(part)[5] == (15, [])
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_episodes_go_on_while_a_checkpoint_is_written_and_the_weights_are_probed(
     monkeypatch, staleness
 ):
@@ -167,6 +168,7 @@ def test_episodes_go_on_while_a_checkpoint_is_written_and_the_weights_are_probed
     assert len(threads["written"]) == 3
 
 
+@pytest.mark.slow
 def test_an_engine_on_the_learners_weights_is_refused_before_anything_is_made():
     engine = f"{Path(__file__).parents[2] / 'examples/own_engine.py'}:Plain"
     agent = GSPOAgent(config=config(engine={"name": engine}))

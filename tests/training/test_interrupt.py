@@ -161,7 +161,11 @@ def points():
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_and_exit_code_0(number):
     process = start("--config", "run.toml")
@@ -216,6 +220,7 @@ def test_a_run_stopped_in_its_warm_up_says_how_to_begin_again_and_so_does_resume
     assert Path("run-again/model").is_dir()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once():
     process = start("--config", "run.toml")
     until("run/checkpoints/step-000002", process)
