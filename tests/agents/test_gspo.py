@@ -134,6 +134,7 @@ def with_learner(config, **changes):
     return dataclasses.replace(config, learner=dataclasses.replace(config.learner, **changes))
 
 
+@pytest.mark.slow
 def test_the_warm_up_trains_every_weight_and_the_adapter_comes_after_it():
     plain, lora = Losses(), Losses()
     config = tiny(steps=1, eval_tasks=2, recipe=SHORT)

@@ -277,6 +277,7 @@ def test_a_score_is_not_taken_over_to_another_environment(tmp_path, monkeypatch)
     assert GSPOAgent.load(agent.folder, agent.config.env).config.credit.score == "outcome"
 
 
+@pytest.mark.slow
 def test_the_score_decides_what_is_learned(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     learner = {"learning_rate": 2e-2, "warmup_steps": 1, "schedule": "constant"}

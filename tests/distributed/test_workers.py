@@ -225,6 +225,7 @@ class Suspended:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", [1, 3])
 def test_a_trainer_that_was_suspended_takes_no_worker_for_dead(question, monkeypatch):
     monkeypatch.setattr(workers, "_STATUS_SECONDS", 0.05)

@@ -62,6 +62,7 @@ async def updates(engine, rng):
         )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_no_request_meets_the_keys_of_another_and_no_slot_is_lost(peaked, seed):

@@ -210,6 +210,7 @@ def test_what_cannot_be_text_is_refused(arguments: dict[str, Any], message: str)
         make_env("gspo/GymText-v0", **arguments)
 
 
+@pytest.mark.slow
 def test_the_example_trains_on_frozen_lake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -523,6 +523,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_processes_of_a_command_end_with_a_trainer_that_is_killed(tmp_path):
     path = tmp_path / "pids"

@@ -92,6 +92,7 @@ def test_a_gradient_that_was_there_before_stays(model, samples):
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_updates_in_halves_count_them_and_go_on(model, samples, dtype):
     whole, short = (learner_of(model, dtype=dtype, minibatches=2) for _ in range(2))

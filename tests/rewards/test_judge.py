@@ -184,6 +184,7 @@ def measured(answer, kind):
     return {m: float(np.mean([p.get(f"judge_{m}", 0.0) for p in parts])) for m in names}
 
 
+@pytest.mark.slow
 def test_the_metrics_tell_a_good_a_random_and_a_biased_judge_apart():
     sound, random, biased = (measured(answer, "rank") for answer in (good, noisy, first))
     assert (sound["agreement"], sound["reference"], sound["noise"]) == (1.0, 1.0, 0.0)

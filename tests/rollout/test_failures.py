@@ -299,6 +299,7 @@ def test_a_call_that_never_returns_costs_one_attempt_and_is_counted(player):
         running.pool.close()
 
 
+@pytest.mark.slow
 def test_too_many_threads_that_hang_stop_the_run(player):
     env = type("Fresh", (Stuck,), {"stuck": set(range(5)), "release": threading.Event()})
     running = collector(player, env, episode_timeout=3.0, max_turn_tokens=400)

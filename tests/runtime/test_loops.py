@@ -29,6 +29,7 @@ def test_a_rollout_makes_many_objects_without_a_search_and_leaves_the_users_sett
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.slow
 def test_a_time_limit_stands_still_while_the_event_loop_does():
     async def suspended(then):
         async with ActiveTimeout(0.8):

@@ -421,6 +421,7 @@ def test_signals_do_not_reach_the_parent() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.slow
 def test_an_infinite_loop_ends_by_the_wall_clock() -> None:
     for code in ("while True: pass", "import time\nprint('begun')\ntime.sleep(600)"):
         with pytest.raises(subprocess.TimeoutExpired):

@@ -100,6 +100,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("density")
 
 
+@pytest.mark.slow
 def test_the_page_has_the_tables_that_the_benchmark_prints(benchmark):
     page = benchmark.PAGE.read_text()
     assert benchmark.exact_table(0.5) in page
