@@ -77,21 +77,22 @@ class Progress:
 def _line(cause: Cause, episodes: list[EpisodeProgress]) -> str:
     oldest = min(episodes, key=lambda episode: episode.since)
     task, seconds = oldest.task, time.monotonic() - oldest.since
+    waiting = "1 episode waits" if len(episodes) == 1 else f"{len(episodes)} episodes wait"
     return (
-        f"{len(episodes)} episodes wait for {cause} (longest: {seconds:.0f} s, {task.env_id} with "
-        f"seed {task.seed}, turn {oldest.turn})"
+        f"{waiting} for {cause} (longest: {seconds:.0f} s, {task.env_id} with seed {task.seed}, "
+        f"turn {oldest.turn})"
     )
 
 
 class Heartbeat:
-    """A thread that logs what is waited for, each time that nothing has come for some time.
+    """A thread that logs what a rollout is waiting for whenever it makes no progress.
 
-    It is a thread so that it also speaks while an environment blocks the event loop.
+    A thread can log even while an environment blocks the event loop.
 
     Args:
-        idle: Returns the seconds since something came.
-        describe: Returns what is waited for.
-        seconds: Time without progress until a line, and between two lines.
+        idle: Returns the seconds since the last progress.
+        describe: Returns what the rollout is waiting for.
+        seconds: Time without progress before a line, and between two lines.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Heartbeat:
             now = time.monotonic()
             quiet = min(self._idle(), now - last)
             if quiet >= self._seconds:
-                logger.warning("nothing has come for %.0f s: %s", self._idle(), self._describe())
+                logger.warning("no progress for %.0f s: %s", self._idle(), self._describe())
                 last, quiet = now, 0.0
             if over.wait(self._seconds - quiet):
                 return

@@ -1,4 +1,4 @@
-"""The log says who is waited for when nothing has come for some time, and only then."""
+"""A rollout without progress logs what it is waiting for; one with progress does not."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def collected(chat, engine, make, seconds, caplog, release=None):
 
 
 def lines(caplog):
-    return [line for line in caplog.messages if line.startswith("nothing has come")]
+    return [line for line in caplog.messages if line.startswith("no progress")]
 
 
 @pytest.mark.parametrize(
