@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 from gspo_env.env.base import Action, Options, ResetResult, StepResult
@@ -80,7 +81,7 @@ class DatasetEnv(ToolEnv):
         named = [tools] if isinstance(tools, str) else tools
         if not isinstance(named, (list, tuple)):
             raise ConfigError(f"Dataset: tools is {tools!r}, expected functions or their places.")
-        self.tools = (*self.tools, *map(_load_tool, named))
+        self._functions = tuple(map(_load_tool, named))
         self.rewards = Rewards("Dataset", rewards, weights)
         self.group_reward = self.rewards.of_group(success)
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
@@ -95,6 +96,11 @@ class DatasetEnv(ToolEnv):
     def gives_reward(self) -> bool | None:  # type: ignore[override]
         """False without reward functions; not known of a subclass, which may have other rewards."""
         return None if self.rewards or type(self) is not DatasetEnv else False
+
+    @cached_property
+    def tools(self) -> tuple[Tool, ...]:  # type: ignore[override]
+        """The environment's own tools, then the functions."""
+        return (*super().tools, *self._functions)
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Picks a row; `options={"row": 3}` selects row 3.
