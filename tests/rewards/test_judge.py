@@ -372,7 +372,7 @@ def test_a_kept_run_is_scored_again_with_other_rewards(server, tmp_path, monkeyp
     main(["rescore", str(agent.folder), "--rewards", *rewards, "--out", "again.jsonl"])
     assert "before," in capsys.readouterr().out
     rows = [json.loads(line) for line in Path("again.jsonl").read_text().splitlines()]
-    played = [row for row in rows if "matches" in row["parts"]]  # the others were cut
+    played = [row for row in rows if {"judge", "matches"} <= row["parts"].keys()]  # not cut
     assert played
     assert {row["before"] for row in played} == {0.25}
     for row in played:
