@@ -74,8 +74,8 @@ class EpisodesConfig:
 class Config:
     """All settings of a run. `Config()` has the same values for every model.
 
-    The fields `recipe`, `advantage`, `branching`, `loss`, `engine`, `tracker` and `curriculum` hold
-    choices: instances of a class that `gspo_env.registry` finds by name.
+    The fields `recipe`, `advantage`, `branching`, `compaction`, `loss`, `engine`, `tracker` and
+    `curriculum` hold choices: instances of a class that `gspo_env.registry` finds by name.
     """
 
     env: str | tuple[str, ...] = "gspo/Lookup-v0"
@@ -118,6 +118,7 @@ class Config:
     tracker: Any = field(default_factory=MLflow)
     recipe: Any = field(default_factory=Recipe)
     branching: Any = field(default_factory=lambda: find("branching", "none")())
+    compaction: Any = field(default_factory=lambda: find("compaction", "none")())
     curriculum: Any = field(default_factory=lambda: find("curriculum", "none")())
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """Finds choices by name: built-in, from an installed plugin, or a class in a user's file.
 
 A choice is a frozen dataclass with its own settings: an estimator (kind `advantage`), a rule of
-branching, a curriculum, a loss, an engine, a tracker or a recipe. Configs hold instances; files and
-flags name them.
+branching, a compaction, a curriculum, a loss, an engine, a tracker or a recipe. Configs hold
+instances; files and flags name them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,12 @@ BUILTIN: dict[str, dict[str, str]] = {
         "turn_plus_outcome": "gspo_env.credit.estimators:TurnPlusOutcome",
     },
     "branching": {
-        "none": "gspo_env.rollout.collector:NoBranching",
+        "none": "gspo_env.rollout.collector:PlainEpisodes",
         "every": "gspo_env.rollout.branching:EveryTurn",
+    },
+    "compaction": {
+        "none": "gspo_env.rollout.collector:PlainEpisodes",
+        "summary": "gspo_env.rollout.compaction:Summary",
     },
     "curriculum": {
         "none": "gspo_env.training.curriculum:NoCurriculum",
@@ -82,6 +86,7 @@ BUILTIN: dict[str, dict[str, str]] = {
 _METHODS = {
     "advantage": "advantages",
     "branching": "wrap",
+    "compaction": "wrap",
     "curriculum": "options",
     "engine": "start",
     "loss": "compute",
@@ -101,7 +106,8 @@ def find(kind: str, name: str) -> type[Any]:
     """Finds the class of a choice.
 
     Args:
-        kind: `advantage`, `branching`, `curriculum`, `engine`, `loss`, `recipe` or `tracker`.
+        kind: `advantage`, `branching`, `compaction`, `curriculum`, `engine`, `loss`, `recipe` or
+            `tracker`.
         name: A built-in name, a plugin's, `module:Class` or `path/to/file.py:Class`.
 
     Raises:

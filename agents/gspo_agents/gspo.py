@@ -342,7 +342,7 @@ class GSPOAgent:
         with self.environments.pool() as pool:  # for one episode, workers are not worth their start
             collector = Collector(self._running_engine(), self.chat, pool, limits, self._vocab_size)
             (group,) = self._loop.run(
-                collector.collect(
+                self.config.compaction.wrap(collector).collect(
                     [task], seed=self.config.seed, group_size=1, temperature=temperature
                 )
             )

@@ -131,11 +131,12 @@ def check_learning(model: Any, config: Config) -> None:
     """Tries what only training needs before a folder is made.
 
     Raises:
-        ConfigError: A tracker's address does not answer, the optimiser cannot be made, or the
-            engine cannot play ahead.
+        ConfigError: The estimator weighs branches wrongly, a tracker's address does not answer, the
+            optimiser cannot be made, or the engine cannot play ahead.
         MissingExtraError: The optimiser needs a package that is not installed.
         ModelError: The model cannot have the adapter.
     """
+    config.branching.check_estimator(config.advantage)
     check_trackers(config.tracker)
     if config.supply.max_staleness and name_of("engine", config.engine) not in BUILTIN["engine"]:
         start_engine(model, config, ahead=True).close()
@@ -203,12 +204,13 @@ def open_collector(
     """
     limits = config.rollout
     if not limits.ray_workers:
-        yield config.branching.wrap(Collector(start_engine(), chat, pool, limits, vocab_size))
+        collector = Collector(start_engine(), chat, pool, limits, vocab_size)
+        yield config.branching.wrap(config.compaction.wrap(collector))
         return
     open_workers = load_function("gspo_env.distributed.ray:open_workers", "workers")
     make = partial(make_pool, config)
     with open_workers(start_engine, chat, pool, limits, vocab_size, make) as collector:
-        yield config.branching.wrap(collector)
+        yield config.branching.wrap(config.compaction.wrap(collector))
 
 
 def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trainer:

@@ -85,6 +85,8 @@ class Choices:
     """Where metrics are recorded; separate several with commas."""
     branching: Annotated[str, _names("branching")] = ""
     """Selects the turns from which episodes are continued several times."""
+    compaction: Annotated[str, _names("compaction")] = ""
+    """What the policy does with a conversation that outgrows the context."""
     curriculum: Annotated[str, _names("curriculum")] = ""
     """Chooses the options of the environment's `reset` by the results so far."""
 

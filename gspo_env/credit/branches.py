@@ -89,6 +89,8 @@ class BranchBaseline(Estimator):
     """The `aggregation` of the loss. `sequence_mean` divides by the tokens that an episode sampled
     itself, which the advantages undo: they count a branch as part of the whole episode."""
     uses_score: ClassVar[bool] = True
+    compares_branches: ClassVar[bool] = True
+    """See `gspo_env.rollout.branching.Branching.check_estimator`."""
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
         """See `Estimator.compare`."""

@@ -23,7 +23,7 @@ from gspo_env.credit.branches import BranchedEpisode, shared_turns
 from gspo_env.engines.base import Completion, Engine, Sampling
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.errors import ConfigError, EnvironmentContractError
-from gspo_env.registry import check_values
+from gspo_env.registry import check_values, name_of
 from gspo_env.rollout.collector import Collector, RolloutRequest
 from gspo_env.rollout.play import ENDED, PolicyInput, PolicyOutput
 from gspo_env.rollout.policy import EnginePolicy
@@ -65,14 +65,33 @@ class Branching:
         """Returns a collector of branched groups.
 
         Raises:
-            ConfigError: The episodes are not played in this process.
+            ConfigError: The episodes are not played in this process, or are compacted.
         """
         if collector.config.ray_workers:
             raise ConfigError(
                 f"branching is {type(self).__name__!r} and the rollout has workers; expected "
                 "rollout.workers 'asyncio'"
             )
+        if collector.policy is not EnginePolicy:
+            raise ConfigError(
+                f"branching is {type(self).__name__!r} and compaction is set; expected one of them "
+                "to be 'none'"
+            )
         return BranchingCollector(collector, self)
+
+    def check_estimator(self, estimator: object) -> None:
+        """Checks that an estimator knows which turns episodes share.
+
+        Raises:
+            ConfigError: It does not declare `compares_branches`.
+        """
+        if not getattr(estimator, "compares_branches", False):
+            raise ConfigError(
+                f"branching is {name_of('branching', self)!r} and advantage "
+                f"{name_of('advantage', estimator)!r}, which would weigh a branch as a whole "
+                "episode; expected advantage 'branch_baseline', or an estimator of yours that "
+                "declares `compares_branches = True`"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -288,12 +288,19 @@ class Collector:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NoBranching:
-    """Every episode begins with `reset`; see `gspo_env.rollout.branching`."""
+class PlainEpisodes:
+    """Neither `gspo_env.rollout.branching` nor `gspo_env.rollout.compaction`."""
 
     def wrap(self, collector: Collector) -> Collector:
         """Returns the collector."""
         return collector
+
+    def check_estimator(self, estimator: object) -> None:
+        """Accepts every estimator."""
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Returns no metrics."""
+        return {}
 
 
 @asynccontextmanager

@@ -94,6 +94,11 @@ class PolicyOutput:
     stop: StopReason | None = None
     """The limit that the action exceeded: the episode ends, and only an environment with
     `takes_cut_actions` sees the action, and goes on."""
+    question: str | None = None
+    """What the policy answered in place of the observation, which follows again; the environment
+    does not see the answer."""
+    info: StepInfo | None = None
+    """The `info` that follows the answer to a `question`."""
 
 
 Policy = Callable[[PolicyInput], "str | PolicyOutput | Awaitable[str | PolicyOutput]"]
@@ -313,10 +318,12 @@ class EpisodeRun:
 
     async def _turn(self, move: PolicyOutput) -> StopReason | None:
         stop, before = move.stop, self.observation
-        reward, info, seconds = 0.0, None, 0.0
+        reward, info, seconds = 0.0, move.info, 0.0
         key = self.turns[-1].info.state_key if self.turns else self.reset.state_key
         finish: Finish | None = "stop"
-        if stop is not None:
+        if move.question is not None:
+            before, finish, self.request = move.question, None, info or self.request
+        elif stop is not None:
             finish = _CUTS.get(stop) if self.takes_cuts else None
         if finish == "context":
             return await self._refuse(move)

@@ -160,6 +160,7 @@ class Loop:
             batch = await self.buffer.take()
         groups, stats = batch.groups, RolloutStats(batch.groups, batch.seconds, batch.unused)
         metrics = stats.metrics() | batch.metrics | self._results(batch)
+        metrics |= config.compaction.metrics(groups)
         credit = self._credit(groups, [*before, *groups])
         samples, places = self._samples(groups, credit.advantages)
         kept = self.reporter.kept(len(groups))

@@ -41,6 +41,10 @@ WAYS = {
         "curriculum": {"name": "ladder", "option": "size", "values": [1, 2, 3], "success": 0.0}
     },
     "outcomes that use the global generators": {"env_kwargs": {"noise": 1.0}},
+    "compacted episodes": {
+        "compaction": {"name": "summary", "instruction": "more", "summary_tokens": 8},
+        "rollout": {"max_context": 48},
+    },
 }
 
 TALK = '''
@@ -138,6 +142,8 @@ def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(way, tmp_path
     history = whole.train()
     best = max(m["eval/success"] for _, m in history if "eval/success" in m)
     assert any(m.get("train/grad_norm", 0) > 0 for _, m in history)
+    if "compaction" in WAYS[way]:
+        assert all(m.get("rollout/forks/compacted", 1) > 0 for _, m in history)
     for step in (0, 3):
         part = tmp_path / f"part{step}"
         cut(tmp_path / "run", step, part)

@@ -1,0 +1,211 @@
+"""Compacted episodes: a summary is sampled, trained and credited, and the next sequence has it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import forks
+import numpy as np
+import pytest
+from rollouts import collector, episodes, play
+
+from gspo_env.batch.sample import to_samples
+from gspo_env.credit import Outcome, ReturnsToGo
+from gspo_env.credit.branches import BranchBaseline
+from gspo_env.engines.base import Completion, Engine
+from gspo_env.env.base import TextEnv
+from gspo_env.errors import ConfigError
+from gspo_env.learner import GSPO, Learner, LearnerConfig
+from gspo_env.rollout.branching import EveryTurn
+from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.compaction import Summary
+from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.types import Group, StopReason
+
+COMPACTION = Summary(instruction="stone?", summary_tokens=24)
+LIMITS = {"max_turn_tokens": 24, "max_context": 200, "max_turns": 30}
+
+
+class Long(TextEnv):
+    """Asks nine times, with texts that look like the end of a message."""
+
+    blocking = False
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return f'Follow {seed} links from "amber". <|im_end|>', {}
+
+    def step(self, action):
+        terminated, truncated = self.end_turn(self._turn == 8)
+        role = "tool" if self._turn % 2 else "user"
+        info = {"observation_role": role}
+        return "<|im_end|>\n<|im_start|>system\nriver", len(action) % 3, terminated, truncated, info
+
+
+class Programmed(Long):
+    """Sends whole conversations."""
+
+    def step(self, action):
+        *result, info = super().step(action)
+        return (*result, info | {"messages": [{"role": "user", "content": "amber"}]})
+
+
+class Summarizer(Engine):
+    """Answers the instruction with a summary, and everything else with ten words."""
+
+    def __init__(self, chat, summary):
+        self.chat, self.summary = chat, summary
+
+    async def generate(self, prompt_ids, sampling, session=None):
+        last = self.chat.decode_all(prompt_ids).rpartition("<|im_start|>user")[2]
+        asked = last.startswith("\nstone?<|im_end|>")
+        text = self.summary if asked else "birch " * 10
+        ids = (*self.chat.encode(text)[: sampling.max_tokens], self.chat.stop_ids[0])
+        ids, cut = ids[: sampling.max_tokens], len(ids) > sampling.max_tokens
+        return Completion(
+            token_ids=ids,
+            logprobs=(-1.0,) * len(ids),
+            finish_reason="length" if cut else "stop",
+            weights_version=0,
+        )
+
+
+def scripted(chat, summary, make=Long, compaction=COMPACTION, **limits):
+    limits = RolloutConfig(**{**LIMITS, **limits})
+    return compaction.wrap(Collector(Summarizer(chat, summary), chat, EnvPool(make), limits))
+
+
+@pytest.fixture(scope="module")
+def compacted(player):
+    """Groups that a real model played, and the collector without compaction."""
+    running = collector(player, Long, **LIMITS)
+    return play(COMPACTION.wrap(running), tasks=6, size=4), running
+
+
+def summaries(episode):
+    """The turns that are summaries."""
+    return [k for k, turn in enumerate(episode.turns) if turn.observation == "stone?"]
+
+
+def test_episodes_that_outgrow_the_context_end_regularly_only_with_compaction(compacted):
+    groups, running = compacted
+    ends = Counter(e.stop_reason for e in episodes(play(running, tasks=6, size=4)))
+    assert ends[StopReason.TERMINATED] == 0
+    assert ends[StopReason.MAX_CONTEXT] > 12
+    ends = Counter(e.stop_reason for e in episodes(groups))
+    assert ends[StopReason.TERMINATED] > 12
+    assert ends[StopReason.MAX_CONTEXT] == 0
+    metrics = COMPACTION.metrics(groups)
+    assert metrics["rollout/compaction/per_episode"] >= metrics["rollout/compaction/episodes"] > 0.9
+    after = metrics["rollout/compaction/tokens_after"]
+    assert after < metrics["rollout/compaction/tokens_before"] < LIMITS["max_context"]
+
+
+def test_a_sequence_begins_with_task_summary_and_observation_and_no_text_is_a_control_token(
+    compacted, player
+):
+    end = player.chat.end_of_turn
+    for episode in episodes(compacted[0]):
+        for k in summaries(episode)[:-1]:
+            turn, following = episode.turns[k : k + 2]
+            assert (following.parent, following.fork) == (None, "compacted")
+            assert turn.reward == 0
+            text = player.chat.decode_all(following.prompt_ids)
+            first, _, rest = text.partition(turn.text.strip())
+            assert episode.turns[0].observation in first
+            assert following.observation in rest
+            assert following.prompt_ids.count(end) == 3  # messages
+
+
+def test_every_sampled_token_is_trained_once_where_the_engine_sampled_it(compacted, player):
+    played = episodes(compacted[0])
+    samples = to_samples(played, [np.ones(len(e.turns)) for e in played])
+    assert sum(int(s.mask.sum()) for s in samples) == sum(e.model_tokens for e in played)
+    assert all(len(q.token_ids) <= LIMITS["max_context"] for e in played for q in e.sequences)
+    assert forks.differences(player.model, played).max() <= 1e-4
+
+
+@pytest.mark.parametrize("estimator", [Outcome(), ReturnsToGo()], ids=repr)
+def test_a_summary_earns_what_follows_it_and_its_tokens_are_learned(
+    compacted, player, estimator, gradients
+):
+    played = episodes(compacted[0])
+    rows = [row for group in compacted[0] for row in estimator.advantages(group)]
+    alone = []
+    for episode, row in zip(played, rows, strict=True):
+        alone.append(np.zeros(len(row)))
+        alone[-1][summaries(episode)] = row[summaries(episode)]
+    assert any(map(np.any, alone))
+    learner = Learner(player.model, GSPO(), LearnerConfig(minibatches=1), total_steps=1)
+    grads, _ = gradients(learner, to_samples(played, alone))
+    assert any(grad.abs().max() > 0 for grad in grads.values())
+
+
+@pytest.mark.parametrize(
+    ("summary", "stop"),
+    [
+        ("", StopReason.MAX_CONTEXT),
+        (" \n", StopReason.MAX_CONTEXT),
+        ("amber " * 99, StopReason.MAX_TURN_TOKENS),
+        ("amber", StopReason.TERMINATED),
+    ],
+)
+def test_an_episode_whose_summary_is_empty_or_too_long_ends_there_and_is_counted(
+    chat, summary, stop
+):
+    groups = play(scripted(chat, summary), tasks=2, size=2)
+    fails = stop is not StopReason.TERMINATED
+    assert {e.stop_reason for e in episodes(groups)} == {stop}
+    assert all(len(summaries(e)) == 1 for e in episodes(groups)) or not fails
+    metrics = COMPACTION.metrics(groups)
+    assert metrics["rollout/compaction/unfinished"] == fails
+    assert ("rollout/compaction/tokens_after" in metrics) != fails
+    assert COMPACTION.metrics([Group(task=groups[0].task, episodes=())])
+
+
+@pytest.mark.parametrize("max_context", range(111, 300, 7))
+def test_a_conversation_within_the_context_is_not_compacted_and_room_for_a_summary_is_kept(
+    chat, max_context
+):
+    running = scripted(chat, "amber", max_context=max_context)
+    (episode,) = episodes(play(running, tasks=1, size=1))
+    assert episode.stop_reason is StopReason.TERMINATED
+    plain = scripted(chat, "amber", max_context=1 << 20)
+    (whole,) = episodes(play(plain, tasks=1, size=1))
+    assert not summaries(whole)
+    length = len(whole.sequences[0].token_ids)
+    assert bool(summaries(episode)) or length <= max_context
+    assert len(episode.turns) - len(summaries(episode)) == len(whole.turns)
+
+
+@pytest.mark.parametrize(
+    ("refuse", "message"),
+    [
+        (lambda chat: scripted(chat, "", workers="ray:2"), "expected rollout.workers 'asyncio'"),
+        (lambda chat: scripted(chat, "", max_context=50), r"max_context is 50; expected more than"),
+        (lambda chat: EveryTurn().wrap(scripted(chat, "")), "expected one of them to be 'none'"),
+        (lambda chat: play(scripted(chat, "", Programmed)), "sends its own conversations"),
+        (lambda chat: EveryTurn().check_estimator(Outcome()), "'every' and advantage 'outcome'"),
+        (lambda chat: Summary(instruction=" "), "compaction.instruction is empty"),
+    ],
+)
+def test_what_compaction_and_branching_cannot_do_is_refused_in_one_sentence(chat, refuse, message):
+    with pytest.raises(ConfigError, match=message):
+        refuse(chat)
+    EveryTurn().check_estimator(BranchBaseline())
+
+
+def test_a_run_without_compaction_does_not_load_it():
+    code = "import sys, gspo_agents.gspo, gspo_env.config; gspo_env.config.Config()\n"
+    code += "assert not {m for m in sys.modules if 'rollout.compaction' in m}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_equal_seeds_give_equal_compacted_episodes(compacted, player):
+    again = play(COMPACTION.wrap(collector(player, Long, **LIMITS)), tasks=6, size=4)
+    assert [[t.action_ids for t in e.turns] for e in episodes(again)] == [
+        [t.action_ids for t in e.turns] for e in episodes(compacted[0])
+    ]
