@@ -99,10 +99,10 @@ class SavedSettings:
         tree, untrusted = self._with_env(tuple(env) if isinstance(env, list) else env)
         untrusted = _without(untrusted, [k for k, v in flatten(changes).items() if v != {}])
         for kind in _LEARNING if playing else ():
-            if len(kept := _without(untrusted, [kind])) < len(untrusted):
+            if len(rest := _without(untrusted, [kind])) < len(untrusted):
                 logger.warning("%s of %s is not loaded", kind, self.folder)
                 tree.pop(kind, None)
-                untrusted = kept
+                untrusted = rest
         if untrusted:
             problem = self.problem or TrustProblem(reason=_NO_RECORD)
             values = ", ".join(f"{name} = {_as_json(value)}" for name, value in untrusted.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import os
 import sqlite3
@@ -49,24 +50,33 @@ def _state(tmp_path_factory):
         yield
 
 
-@pytest.fixture
-def quick_store(tmp_path_factory, monkeypatch):
-    """A new store of MLflow is a copy of one that MLflow has made, which takes it a second."""
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory):
+    """The file of a new store of MLflow; all test processes copy it, since making one is slow."""
     import sqlalchemy
     from mlflow.store.db import utils
 
-    make, empty = utils._initialize_tables, tmp_path_factory.getbasetemp() / "empty.db"
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with (base / "empty.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (base / "empty.db").exists():
+            utils._initialize_tables(sqlalchemy.create_engine(f"sqlite:///{base / 'empty.db'}"))
+    return base / "empty.db"
+
+
+@pytest.fixture
+def quick_store(empty_store, monkeypatch):
+    """A new store of MLflow is a copy."""
 
     def copy(engine):
-        if not empty.exists():
-            make(sqlalchemy.create_engine(f"sqlite:///{empty}"))
         with (
-            contextlib.closing(sqlite3.connect(empty)) as source,
+            contextlib.closing(sqlite3.connect(empty_store)) as source,
             contextlib.closing(sqlite3.connect(engine.url.database)) as target,
         ):
             source.backup(target)
 
-    monkeypatch.setattr(utils, "_initialize_tables", copy)
+    monkeypatch.setattr("mlflow.store.db.utils._initialize_tables", copy)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -11,11 +10,14 @@ from torch import Tensor
 
 def plain_logprobs(model: Any, prompt: Any, done: Any, temperature: float = 1.0) -> Tensor:
     """The log-probabilities of a completion by a pass over the whole sequence."""
-    plain = copy.deepcopy(model)
-    plain.set_attn_implementation("sdpa")
+    attention = model.config._attn_implementation
     ids = torch.tensor([[*prompt, *done.token_ids]])
-    with torch.no_grad():
-        logits = plain(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    try:
+        model.set_attn_implementation("sdpa")
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    finally:
+        model.set_attn_implementation(attention)
     return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
 
 

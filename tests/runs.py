@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+from gspo_env.config import Config, override
+
+
+def tiny(**changes):
+    """The settings of a run of the tiny model that takes seconds."""
+    settings = {
+        "recipe": {"hidden_size": 32, "demonstrations": 64, "imitation_steps": 40},
+        "steps": 2,
+        "tasks_per_step": 4,
+        "eval_every": 0,
+        "eval_tasks": 4,
+        "rollout": {"group_size": 4},
+        "tracker": "none",
+    }
+    return override(override(Config.from_recipe(), settings), changes)
+
 
 def timeless(history):
     """A history without times and rates."""

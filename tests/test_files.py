@@ -105,13 +105,22 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
+QUICK = [(command, [name]) for command in ("view", "diagnose", "resume") for name in DAMAGE]
+DRAWN = [[name] for name in DAMAGE if name.startswith("metrics")]
+OTHERS = [name for name in DAMAGE if not name.startswith("metrics")]
+
+
 @pytest.mark.parametrize(
-    "command",
-    ["view", "report", "diagnose", "resume", pytest.param("sync", marks=pytest.mark.slow)],
+    ("command", "names"),
+    [
+        *QUICK,
+        *(("report", names) for names in (*DRAWN, OTHERS)),  # takes seconds
+        *(pytest.param("sync", [name], marks=pytest.mark.slow) for name in DAMAGE),
+    ],
 )
-def test_a_damaged_file_of_a_run_is_no_traceback(run, capsys, command, name):
-    (run / name.strip()).write_bytes(DAMAGE[name])
+def test_a_damaged_file_of_a_run_is_no_traceback(run, capsys, command, names):
+    for name in names:
+        (run / name.strip()).write_bytes(DAMAGE[name])
     with contextlib.suppress(SystemExit):
         main(COMMANDS[command])
     assert "Traceback" not in capsys.readouterr().err

@@ -58,6 +58,7 @@ def test_every_built_in_choice_has_defaults_and_the_name_that_finds_it(kind):
 def test_no_choice_needs_a_heavy_library_to_be_described():
     code = (
         "import sys; from gspo_env.registry import BUILTIN, find; import gspo_env.config\n"
+        "from gspo_env.learner import LearnerConfig, Loss\n"
         "[find(kind, name)() for kind in BUILTIN for name in BUILTIN[kind]]\n"
         "print({'torch', 'transformers', 'mlflow', 'vllm'} & set(sys.modules))"
     )

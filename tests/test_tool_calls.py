@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import episode
 
 from gspo_env import ToolEnv
 from gspo_env.cli.capture import to_lines
@@ -18,7 +19,7 @@ from gspo_env.serving.dialects.chat import Chat
 from gspo_env.serving.dialects.messages import Messages
 from gspo_env.serving.dialects.responses import Responses
 from gspo_env.tool_calls import ToolCallError, parse_message, parse_tool_calls, read_action
-from gspo_env.types import Episode, Message, Prompt, ResetInfo, StopReason, Task, ToolCall, Turn
+from gspo_env.types import Message, Prompt, ResetInfo, ToolCall, Turn
 from gspo_envs.program.env import to_reply
 from gspo_envs.tools.sql import SQLEnv
 
@@ -335,17 +336,8 @@ def test_sql_the_page_and_capture_read_the_calls_of_each_family_as_a_tool_env_do
     asked = ResetInfo(messages=(Message(role="user", content="hi"),), tools=tools)
     turn = Turn(text=text, observation="hi", reward=0.0)
     for info, listed in ((asked, tools), (dataclasses.replace(asked, tools=()), ())):
-        episode = Episode(
-            task=Task(env_id="x", seed=0),
-            prompt=Prompt(messages=info.messages, tools=listed),
-            turns=(turn,),
-            outcome=0.0,
-            stop_reason=StopReason.TERMINATED,
-            terminated=True,
-            truncated=False,
-            reset=info,
-        )
-        (line,) = to_lines(episode, chat)
+        prompt = Prompt(messages=info.messages, tools=listed)
+        (line,) = to_lines(episode(turn, prompt=prompt, reset=info), chat)
         (*_, answer) = json.loads(line)["messages"]
         calls = parse_tool_calls(text, listed)
         shown = [{"name": c.name, "arguments": c.arguments} for c in calls]

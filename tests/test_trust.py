@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -269,14 +270,30 @@ class Mine(TextEnv):
 """
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A place where the user trained on an environment in a file, and a copy beside it."""
+    place = tmp_path_factory.mktemp("trained") / "place"
+    place.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setenv("XDG_STATE_HOME", str(place / "state"))
+        Path("mine.py").write_text(MINE)
+        flags = ["--env", "mine.py:Mine", "--env-kwargs", "words=3", "--output", "run"]
+        main(["train", *SHORT, *flags, "--seed", "7"])
+    shutil.copytree(place, place.with_name("copy"), symlinks=True)
+    return place
+
+
 @pytest.fixture
-def mine(tmp_path, capsys):
-    """A folder that the user trained on an environment in a file."""
-    (tmp_path / "mine.py").write_text(MINE)
-    flags = ["--env", "mine.py:Mine", "--env-kwargs", "words=3", "--output", "run", "--seed", "7"]
-    main(["train", *SHORT, *flags])
+def mine(trained, monkeypatch, capsys):
+    """A folder that the user trained, as it was then, in the working folder."""
+    shutil.rmtree(trained)
+    shutil.copytree(trained.with_name("copy"), trained, symlinks=True)
+    monkeypatch.chdir(trained)
+    monkeypatch.setenv("XDG_STATE_HOME", str(trained / "state"))
     capsys.readouterr()
-    return tmp_path / "run"
+    return trained / "run"
 
 
 def test_a_folder_that_the_user_trained_is_evaluated_and_resumes_without_flags(capsys, mine):
@@ -330,12 +347,12 @@ def test_where_anything_differs_from_the_record_the_flag_is_needed_and_says_why(
 
 
 def test_a_run_resumes_from_another_working_folder_with_the_flag_that_its_error_names(
-    capsys, mine, tmp_path, monkeypatch
+    capsys, mine, monkeypatch
 ):
-    monkeypatch.chdir(tmp_path / "state")
+    monkeypatch.chdir(mine.parent / "state")
     said = refused(capsys, "train", "--resume", str(mine), "--steps", "2")
     flag = said.split("trust it, add ")[1].split()
-    assert flag == ["--env", f"{tmp_path}/mine.py:Mine"]
+    assert flag == ["--env", f"{mine.parent}/mine.py:Mine"]
     other = ["--env", "gspo/Lookup-v0"]
     assert "mine.py:Mine" in refused(capsys, "train", "--resume", str(mine), *other)
     main(["train", "--resume", str(mine), "--steps", "2", *flag])

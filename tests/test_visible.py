@@ -8,6 +8,7 @@ import unicodedata
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from turns import episode, turn
 
 from gspo_env.cli.main import main
 from gspo_env.config import Config
@@ -16,7 +17,7 @@ from gspo_env.errors import ConfigError
 from gspo_env.health.record import RunRecord
 from gspo_env.redaction import visible
 from gspo_env.report import learning_curve
-from gspo_env.types import Episode, StopReason, Task, Turn
+from gspo_env.types import StopReason, Task
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\rsuccess\u202e\u2028== forged ==\x85\x9b31m"
 ACTS = ("Cc", "Cs", "Zl", "Zp")
@@ -33,18 +34,10 @@ def test_nothing_that_acts_is_left_and_all_else_stays(text):
 
 
 def test_an_episode_file_has_no_escape_sequence_and_no_forged_heading():
-    turn = Turn(observation=HOSTILE, text=HOSTILE, reward=0.0)
-    episode = Episode(
-        task=Task(env_id="e", seed=0, options={"x": HOSTILE}),
-        turns=(turn,),
-        final_observation=HOSTILE,
-        stop_reason=StopReason.ERROR,
-        error=HOSTILE,
-        outcome=0.0,
-        terminated=False,
-        truncated=True,
-    )
-    shown = render_episode(episode)
+    task = Task(env_id="e", seed=0, options={"x": HOSTILE})
+    ended = {"stop_reason": StopReason.ERROR, "error": HOSTILE, "final_observation": HOSTILE}
+    played = episode(turn(observation=HOSTILE, text=HOSTILE), task=task, **ended)
+    shown = render_episode(played)
     assert not {"\x1b", "\x07", "\r", "\u202e", "\u2028", "\x85", "\x9b"} & set(shown)
     assert not [line for line in shown.splitlines() if line.startswith("== forged")]
 

@@ -38,9 +38,9 @@ class Sample:
             raise BatchError("the first token of a sample is sampled; expected a prompt before it")
         arrays = {"advantages": self.advantages, "engine_logprobs": self.engine_logprobs}
         sizes = {name: (len(a), count) for name, a in arrays.items() if a is not None}
-        for name, (size, wanted) in {"turn_ids": (len(self.turn_ids), tokens), **sizes}.items():
-            if size != wanted:
-                raise BatchError(f"{name} of a sample has {size} values; expected {wanted}")
+        for name, (size, length) in {"turn_ids": (len(self.turn_ids), tokens), **sizes}.items():
+            if size != length:
+                raise BatchError(f"{name} of a sample has {size} values; expected {length}")
 
     @property
     def mask(self) -> BoolArray:

@@ -82,6 +82,7 @@ def _score_each(group: Group, rewards: Any, rows: Any, when: Any) -> Group:
     from gymnasium.utils.seeding import np_random
 
     from gspo_env.rewards.judge import conversation, opening
+    from gspo_env.types import StopReason
 
     make = load_function("gspo_envs.data.rewards:Attempt", "rewards")
     task, row = group.task, {}
@@ -93,7 +94,8 @@ def _score_each(group: Group, rewards: Any, rows: Any, when: Any) -> Group:
         for k in range(len(turns)):
             value, parts = 0.0, {}
             is_last = k == len(turns) - 1
-            is_cut = is_last and episode.stop_reason == "max_turn_tokens"  # `step` never saw it
+            # `step` never saw an action that was cut
+            is_cut = is_last and episode.stop_reason is StopReason.MAX_TURN_TOKENS
             if (when == "turn" or is_last) and not is_cut:
                 spoken = _plain(conversation(episode, k))
                 ids = tuple(i for turn in turns[: k + 1] for i in turn.action_ids)

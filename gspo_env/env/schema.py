@@ -138,11 +138,11 @@ def _validator(incomplete: bool) -> Any:
         return run
 
     remaining = _LEFT_TO_THE_SERVER + (_TURNED if incomplete else ())
-    kept = {
+    checks = {
         name: _pass if name in remaining else counted(name, apply)
         for name, apply in Draft202012Validator.VALIDATORS.items()
     }
-    return validators.extend(Draft202012Validator, kept)
+    return validators.extend(Draft202012Validator, checks)
 
 
 def _pass(*_: Any) -> tuple[()]:

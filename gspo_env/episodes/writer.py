@@ -134,10 +134,10 @@ def surplus(files: Sequence[EpisodeFile], most: int) -> list[EpisodeFile]:
     """
     total, removed = sum(file.size for file in files), []
     for phase in ("train", "greedy", "eval"):
-        kept = [file for file in files if file.phase == phase]
-        while total > most and len(kept) > 2:
-            gaps = [after.step - before.step for before, after in zip(kept, kept[2:], strict=False)]
-            removed.append(kept.pop(1 + min(range(len(gaps)), key=gaps.__getitem__)))
+        rest = [file for file in files if file.phase == phase]
+        while total > most and len(rest) > 2:
+            gaps = [after.step - before.step for before, after in zip(rest, rest[2:], strict=False)]
+            removed.append(rest.pop(1 + min(range(len(gaps)), key=gaps.__getitem__)))
             total -= removed[-1].size
     return removed
 
@@ -320,7 +320,7 @@ def _ids(turn: Turn, values: TokenValues | None) -> dict[str, Any]:
         trained: list[Any] = (array > 0.5).tolist() if column == "clipped" else array.tolist()
         if turn.info.token_mask is not None:
             remaining = iter(trained)
-            trained = [next(remaining) if kept else None for kept in turn.info.token_mask]
+            trained = [next(remaining) if used else None for used in turn.info.token_mask]
         columns[column] = trained
     return columns
 

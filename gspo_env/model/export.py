@@ -32,8 +32,8 @@ def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         ModelError: An adapter cannot be merged, or trains what is not a weight of the model.
     """
     base, weights = plain_model(model), effective_weights(model)
-    kept = _without_duplicates(base, weights)
-    for names in _layers(kept):
+    unique = _without_duplicates(base, weights)
+    for names in _layers(unique):
         group = {name: _tensor(weights[name]) for name in names}
         yield from _as_checkpoint(base, group).items()
 

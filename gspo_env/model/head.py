@@ -100,7 +100,7 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, target_N, normaliser_N = ctx.saved_tensors
-        kept, ctx.probabilities = ctx.probabilities, None
+        probabilities, ctx.probabilities = ctx.probabilities, None
         scaled_N = gradients[0] / ctx.temperature
         weight = weight_VD.to(hidden_ND.dtype)
         # the sums over many tokens are float32 at least
@@ -109,8 +109,8 @@ class _Head(torch.autograd.Function):
         d_weight = torch.zeros_like(weight_VD, dtype=wide) if needed[1] else None
         d_bias = weight_VD.new_zeros(len(weight_VD), dtype=wide) if needed[2] else None
         for part in _parts(hidden_ND, weight_VD):
-            d_logits = kept
-            if kept is None:
+            d_logits = probabilities
+            if probabilities is None:
                 d_logits = _logits(hidden_ND[part], weight, bias_V, ctx.temperature)
                 d_logits.sub_(normaliser_N[part, None]).exp_()
             d_logits.mul_(-scaled_N[part, None])

@@ -77,15 +77,15 @@ def read_conversations(path: str, least: float | None = None) -> list[Conversati
             conversations.append(_read(parse_json(line)))
         except RefusedError as error:
             raise ConfigError(f"{path!r}, line {number}: {error}") from None
-    kept = [
+    selected = [
         c for c in conversations if least is None or (c.reward is not None and c.reward >= least)
     ]
-    if not kept:
+    if not selected:
         raise ConfigError(
             f"{path!r} has {len(conversations)} conversations"
             f"{f', none with a reward of at least {least}' if conversations else ''}; expected some"
         )
-    return kept
+    return selected
 
 
 def _read(row: dict[str, Any]) -> Conversation:

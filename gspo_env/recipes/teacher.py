@@ -39,10 +39,10 @@ def training_tasks(
     """
     drawn: list[Task] = []
     for place, (env_id, env) in enumerate(envs.items()):
-        wanted = len(range(place, count, len(envs)))
-        free = itertools.islice(_draw(seed, env_id, env, held_out.get(env_id, ())), wanted)
+        share = len(range(place, count, len(envs)))
+        free = itertools.islice(_draw(seed, env_id, env, held_out.get(env_id, ())), share)
         tasks = list(free)
-        if len(tasks) < wanted:
+        if len(tasks) < share:
             raise TrainingError(
                 f"{env_id}: all of {_MOST_DRAWS * _AT_ONCE} tasks drawn for demonstrations but "
                 f"{len(tasks)} are held out for evaluation; expected lower eval_tasks"
@@ -97,19 +97,19 @@ def keep(recipe: Imitate, episodes: Sequence[Episode]) -> list[Episode]:
     """
     least, rated = recipe.min_reward, recipe.teacher != "expert"
     if least is None:
-        kept = [episode for episode in episodes if episode.success or not rated]
-        wanted = "succeeded"
+        good = [episode for episode in episodes if episode.success or not rated]
+        claim = "succeeded"
     else:
-        kept = [episode for episode in episodes if episode.outcome >= least]
-        wanted = f"had a reward of at least {least:g}"
-    if not kept:
+        good = [episode for episode in episodes if episode.outcome >= least]
+        claim = f"had a reward of at least {least:g}"
+    if not good:
         raise TrainingError(
-            f"none of the {len(episodes)} episodes of the teacher {recipe.teacher!r} {wanted}, so "
+            f"none of the {len(episodes)} episodes of the teacher {recipe.teacher!r} {claim}, so "
             "there is nothing to imitate; expected a lower min_reward, or another teacher"
         )
-    if len(kept) < len(episodes):
-        logger.info("%d of %d episodes of the teacher %s", len(kept), len(episodes), wanted)
-    return kept
+    if len(good) < len(episodes):
+        logger.info("%d of %d episodes of the teacher %s", len(good), len(episodes), claim)
+    return good
 
 
 def in_format(episode: Episode, chat: ChatTokenizer) -> Episode:

@@ -211,12 +211,12 @@ def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
 def short_table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
     """Returns the columns of `table` that answer most questions."""
     lines = table(comparison, rows)
-    kept = [0, 3, 1]
+    columns = [0, 3, 1]
     if any(row.failed for row in rows):
-        kept.append(6)
+        columns.append(6)
     if comparison.target:
-        kept.append(7)
-    return [[line[n] for n in kept] for line in lines]
+        columns.append(7)
+    return [[line[n] for n in columns] for line in lines]
 
 
 def conclusion(metric: str, rows: Sequence[Row], tests: int = 0) -> str:

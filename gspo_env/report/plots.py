@@ -134,8 +134,8 @@ def credit_figure(arms: Sequence[RunArm], episodes: Sequence[Sequence[EpisodeRec
     """
     figure, axes = _panels(2)
     drawn = False
-    for n, kept in enumerate(episodes):
-        rows = _advantages_by_turn(kept)
+    for n, records in enumerate(episodes):
+        rows = _advantages_by_turn(records)
         if not rows:
             continue
         drawn = True

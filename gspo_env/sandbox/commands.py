@@ -44,15 +44,15 @@ def wait_for_end(process: Any, status: int, seconds: float = float("inf")) -> Co
         seconds: Maximum time.
     """
     streams = [process.stdout.fileno(), process.stderr.fileno(), status]
-    kept = {stream: bytearray() for stream in streams}
+    outputs = {stream: bytearray() for stream in streams}
     try:
         for stream, data in read_streams(process, status, seconds):
-            kept[stream] += data
-            del kept[stream][:-_MAX_KEPT]
+            outputs[stream] += data
+            del outputs[stream][:-_MAX_KEPT]
     except TimeoutError:
         return None
-    stdout, stderr = (kept[stream].decode("utf-8", "replace") for stream in streams[:2])
-    return CommandEnd(code=exit_code(bytes(kept[status])), stdout=stdout, stderr=stderr)
+    stdout, stderr = (outputs[stream].decode("utf-8", "replace") for stream in streams[:2])
+    return CommandEnd(code=exit_code(bytes(outputs[status])), stdout=stdout, stderr=stderr)
 
 
 class JailedCommand:

@@ -196,8 +196,8 @@ def _build_root(request: dict[str, Any]) -> None:
 def _readable(extra: list[str]) -> list[str]:
     """Returns the resolved paths of the readable folders and files, none inside another."""
     base = os.path.realpath(sys.base_prefix)
-    wanted = [f"{base}/lib", f"{base}/{sys.platlibdir}", "/usr/lib", "/usr/lib64", "/lib", "/lib64"]
-    paths = {os.path.realpath(path) for path in (*wanted, *extra) if os.path.exists(path)}
+    system = [f"{base}/lib", f"{base}/{sys.platlibdir}", "/usr/lib", "/usr/lib64", "/lib", "/lib64"]
+    paths = {os.path.realpath(path) for path in (*system, *extra) if os.path.exists(path)}
     return [p for p in sorted(paths) if not any(p.startswith(f"{q}/") for q in paths)]
 
 

@@ -7,7 +7,9 @@ import dataclasses
 
 import gymnasium
 import pytest
+import runs
 import torch
+from cli_errors import refused
 from runs import timeless
 from transformers import AutoModelForCausalLM
 
@@ -24,15 +26,7 @@ from gspo_env.registry import find
 
 
 def tiny(**changes):
-    config = Config.from_recipe(
-        Tiny(hidden_size=32, demonstrations=64, imitation_steps=40),
-        steps=3,
-        tasks_per_step=4,
-        eval_every=2,
-        eval_tasks=8,
-        rollout={"group_size": 4},
-        tracker="none",
-    )
+    config = runs.tiny(steps=3, eval_every=2, eval_tasks=8)
     return dataclasses.replace(config, **changes)
 
 
@@ -86,8 +80,10 @@ def test_too_many_failures_stop_the_run_and_the_first_traceback_is_kept(tmp_path
     assert 'raise ConnectionError("the server is gone")' in kept
 
 
-def test_a_run_evaluates_first_last_and_in_between_and_names_its_metrics():
-    history = GSPOAgent(config=tiny()).train()
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_a_run_names_its_metrics_and_its_folder_loads_with_transformers_alone(rank):
+    agent = GSPOAgent(config=with_learner(tiny(), lora_rank=rank, learning_rate=1e-2))
+    history = agent.train()
     assert [step for step, m in history if "eval/success" in m] == [0, 2, 3]
     every = set().union(*(m for _, m in history))
     assert every >= {
@@ -101,12 +97,6 @@ def test_a_run_evaluates_first_last_and_in_between_and_names_its_metrics():
         *("time/rollout", "time/update", "time/sync", "time/eval"),
     }
     assert all(m.get("train/logprob_diff_max", 0.0) < 1e-4 for _, m in history)
-
-
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_a_saved_run_loads_with_transformers_alone(rank):
-    agent = GSPOAgent(config=with_learner(tiny(steps=1), lora_rank=rank, learning_rate=1e-2))
-    agent.train()
     loaded = AutoModelForCausalLM.from_pretrained(agent.folder / "model")
     model = agent.model.get_base_model() if rank else agent.model
     model.set_attn_implementation("sdpa")
@@ -253,9 +243,8 @@ def test_the_environment_of_a_run_may_be_a_class_that_a_file_has_later(tmp_path,
     with pytest.raises(ConfigError, match=r"of type Yes; expected an id, FILE"):
         GSPOAgent(env=names["Yes"](), config=tiny())
     del gymnasium.registry["custom/Yes-v0"]  # as in another process
-    with pytest.raises(SystemExit):
-        main(["evaluate", str(agent.folder)])
-    assert "expected the file of its class, FILE.py:Yes" in capsys.readouterr().err
+    said = refused(capsys, "evaluate", str(agent.folder))
+    assert "expected the file of its class, FILE.py:Yes" in said
     (tmp_path / "yes.py").write_text(YES)
     main(["evaluate", str(agent.folder), "--env", "yes.py:Yes"])
     main(["train", "--resume", str(agent.folder), "--env", "yes.py:Yes", "--steps", "2"])

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from runs import tiny
 
 from gspo_agents.frozen import FrozenAgent
 from gspo_agents.gspo import GSPOAgent
 from gspo_agents.player import EngineLoop
 from gspo_env import TextEnv
-from gspo_env.config import Config
 from gspo_env.errors import ConfigError, EngineError, RolloutError
-from gspo_env.recipes.tiny import Tiny
 from gspo_env.types import Prompt
 
 GAME = '''
@@ -61,17 +59,13 @@ class Asynchronous(Declared):
 '''
 
 
-def config(**changes):
-    made = Config.from_recipe(
-        Tiny(hidden_size=32, demonstrations=64, imitation_steps=60, imitation_learning_rate=1e-2),
-        steps=2,
+def config():
+    return tiny(
+        recipe={"imitation_steps": 60, "imitation_learning_rate": 1e-2},
         tasks_per_step=2,
-        eval_every=0,
         eval_tasks=2,
-        rollout={"group_size": 4, "max_turn_tokens": 8, "max_context": 128},
-        tracker="none",
+        rollout={"max_turn_tokens": 8, "max_context": 128},
     )
-    return dataclasses.replace(made, **changes)
 
 
 @pytest.fixture(autouse=True)

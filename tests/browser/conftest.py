@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import tiny
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env.config import Config
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -18,17 +18,8 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("view") / "run"
-    config = Config.from_recipe(
-        recipe={"hidden_size": 32, "demonstrations": 64, "imitation_steps": 60},
-        steps=2,
-        tasks_per_step=3,
-        eval_tasks=4,
-        eval_every=1,
-        rollout={"group_size": 3},
-        tracker="none",
-        output=str(folder),
-    )
-    GSPOAgent(config=config).train()
+    small = {"recipe": {"imitation_steps": 60}, "tasks_per_step": 3, "rollout": {"group_size": 3}}
+    GSPOAgent(config=tiny(**small, eval_every=1, output=str(folder))).train()
     return folder
 
 

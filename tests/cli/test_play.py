@@ -98,17 +98,6 @@ def test_an_environment_that_fails_says_how_and_one_without_a_demonstrator_says_
     assert "no disk" in output
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["gspo/Nope-v0"], ["--seed", "-1"], ["--model", "./nowhere"], ["--temperature", "-1"]],
-)
-def test_what_cannot_be_played_is_one_sentence(capsys, arguments):
-    with pytest.raises(SystemExit) as end:
-        main(["play", *arguments])
-    assert end.value.code == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
-
-
 @pytest.fixture
 def saved(tmp_path, player):
     """The folder of a model that knows the words of the look-up environment."""

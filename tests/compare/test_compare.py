@@ -55,6 +55,20 @@ def small(**changes):
     return from_dict(tree | changes)
 
 
+def two(first="a", second="b", changes=None, **settings):
+    """A comparison of two arms, by default of another gamma."""
+    changes = {"gamma": 0.5} if changes is None else changes
+    arms = (Arm(name=first, changes={}), Arm(name=second, changes=changes))
+    return Comparison(**{"problems": {"one": small()}, "arms": arms, "seeds": 1, **settings})
+
+
+def results_of(comparison, folder, history):
+    """Results of all runs, with a function that gives the history of each."""
+    return [
+        Result(run=run, history=history(run), seconds=1.0) for run in planned(comparison, folder)
+    ]
+
+
 def run(comparison, folder, tracking=None):
     lines: list[str] = []
     return compare(comparison, folder, tracking or NoTracker(), lines.append), lines
@@ -264,22 +278,14 @@ def test_worked_examples_of_the_tests_between_arms():
 
 
 def test_the_area_the_target_and_the_pairs_are_read_off_the_curves(tmp_path):
-    arms = (Arm(name="low", changes={}), Arm(name="high", changes={"gamma": 0.9}))
-    comparison = Comparison(
-        problems={"one": small()}, arms=arms, seeds=2, metric="rollout/return", target=0.5
-    )
+    comparison = two("low", "high", seeds=2, metric="rollout/return", target=0.5)
     values = {"low": [0.0, 0.2], "high": [0.4, 0.8]}
-    results = [
-        Result(
-            run=r,
-            history=tuple(
-                (n + 1, {"rollout/return": v + 0.01 * r.seed})
-                for n, v in enumerate(values[r.arm.name])
-            ),
-            seconds=1.0,
-        )
-        for r in planned(comparison, tmp_path)
-    ]
+
+    def history(run):
+        row = enumerate(values[run.arm.name], 1)
+        return tuple((n, {"rollout/return": v + 0.01 * run.seed}) for n, v in row)
+
+    results = results_of(comparison, tmp_path, history)
     low, high = summarise(comparison, results)["one"]
     np.testing.assert_allclose(high.areas, [0.6, 0.61])
     np.testing.assert_allclose(low.finals, [0.2, 0.21])
@@ -321,9 +327,7 @@ def test_identical_learning_in_other_steps_groups_and_lengths_is_no_improvement(
     fine = {"steps": steps * coarser, "rollout.group_size": 2}
     coarse = {"steps": steps * longer, "rollout.group_size": 2 * coarser}
     arms = (Arm(name="fine", changes=fine), Arm(name="coarse", changes=coarse))
-    comparison = Comparison(
-        problems={"one": small()}, arms=arms, seeds=3, metric="eval/success", target=0.4 * sign
-    )
+    comparison = two(arms=arms, seeds=3, metric="eval/success", target=0.4 * sign)
 
     def curve(played, seed):
         return sign * (1 - np.exp(-played / speed)) + 0.01 * seed
@@ -337,8 +341,7 @@ def test_identical_learning_in_other_steps_groups_and_lengths_is_no_improvement(
 
 
 def test_arms_of_different_lengths_say_what_is_compared(tmp_path):
-    arms = (Arm(name="short", changes={}), Arm(name="long", changes={"steps": 8}))
-    comparison = Comparison(problems={"one": small()}, arms=arms, seeds=2)
+    comparison = two("short", "long", {"steps": 8}, seeds=2)
     results = learning(comparison, tmp_path, lambda played, seed: played / 100 + seed / 10)
     write_report(comparison, results, tmp_path, "gspo-env compare --arm 'loss=<b>'")
     text = (tmp_path / "report.md").read_text()
@@ -362,10 +365,7 @@ def test_arms_of_different_lengths_say_what_is_compared(tmp_path):
 def test_a_failed_run_ranks_below_the_worst_run_in_every_statistic(
     tmp_path, level, slope, target, lost
 ):
-    arms = (Arm(name="a", changes={}), Arm(name="b", changes={"gamma": 0.5}))
-    comparison = Comparison(
-        problems={"one": small(steps=4)}, arms=arms, seeds=4, target=target, metric="m"
-    )
+    comparison = two(problems={"one": small(steps=4)}, seeds=4, target=target, metric="m")
 
     def curve(played, seed):
         return level + slope * played + seed
@@ -400,8 +400,7 @@ def test_a_failed_run_ranks_below_the_worst_run_in_every_statistic(
 def test_a_report_begins_with_where_the_arms_end_and_folds_its_methods(
     tmp_path, seeds, gain, broken, words
 ):
-    arms = (Arm(name="sequence", changes={}), Arm(name="token", changes={"gamma": 0.5}))
-    comparison = Comparison(problems={"one": small()}, arms=arms, seeds=seeds)
+    comparison = two("sequence", "token", seeds=seeds)
     lost = {("token", seed) for seed in broken}
     results = learning(comparison, tmp_path, lambda played, seed: 0.25 + seed / 100, broken=lost)
     steps = (0, comparison.problems["one"].steps)
@@ -428,10 +427,11 @@ def test_the_verdict_names_what_is_shown_and_what_the_seeds_can_show(tmp_path):
     comparison = Comparison(problems={"one": small()}, arms=arms, seeds=8, metric="m")
     rng = np.random.default_rng(0)
     gains = {"first": 0.0, "better": 0.5, "alike": 0.0}
-    results = []
-    for run in planned(comparison, tmp_path):
-        value = gains[run.arm.name] + 0.05 * rng.standard_normal()
-        results.append(Result(run=run, history=[(1, {"m": value})], seconds=1.0))
+
+    def history(run):
+        return [(1, {"m": gains[run.arm.name] + 0.05 * rng.standard_normal()})]
+
+    results = results_of(comparison, tmp_path, history)
     text = verdict(summarise(comparison, results)["one"])
     assert text.startswith("Shown to be better than first: better. Undecided about alike: 8 seeds ")
     assert re.search(r"cannot show a difference below 0\.\d+ \(power 0\.8\); more can\.", text)
@@ -450,17 +450,13 @@ def test_the_verdict_names_what_is_shown_and_what_the_seeds_can_show(tmp_path):
 def test_few_seeds_leave_a_comparison_undecided_and_never_show_no_difference(
     tmp_path, seeds, effect, spread
 ):
-    arms = (Arm(name="a", changes={}), Arm(name="b", changes={"gamma": 0.5}))
-    comparison = Comparison(problems={"one": small()}, arms=arms, seeds=seeds, metric="m")
+    comparison = two(seeds=seeds, metric="m")
     rng = np.random.default_rng(0)
-    results = [
-        Result(
-            run=r,
-            history=[(1, {"m": effect * (r.arm.name == "b") + spread * rng.random()})],
-            seconds=1.0,
-        )
-        for r in planned(comparison, tmp_path)
-    ]
+
+    def history(run):
+        return [(1, {"m": effect * (run.arm.name == "b") + spread * rng.random()})]
+
+    results = results_of(comparison, tmp_path, history)
     text = verdict(summarise(comparison, results)["one"])
     assert text.startswith(f"Undecided: {seeds} seed")
     assert "; 6 can." in text
@@ -469,16 +465,14 @@ def test_few_seeds_leave_a_comparison_undecided_and_never_show_no_difference(
 
 
 def test_the_area_is_that_of_the_trapezoidal_rule_whatever_the_spacing_of_the_points(tmp_path):
-    arms = (Arm(name="a", changes={}), Arm(name="b", changes={"gamma": 0.5}))
-    comparison = Comparison(problems={"one": small()}, arms=arms, seeds=1, metric="m")
+    comparison = two(metric="eval/m")
     points = [(0, 0.0), (80, 0.4), (90, 0.8), (100, 0.8)]
     history = [
-        (n, {"m": v, "rollout/episodes_before": float(x)}) for n, (x, v) in enumerate(points)
+        (n, {"eval/m": v, "eval/episodes_before": float(x)}) for n, (x, v) in enumerate(points)
     ]
-    results = [Result(run=r, history=history, seconds=1.0) for r in planned(comparison, tmp_path)]
-    (row, _) = summarise(comparison, results)["one"]
-    if row.episodes[-1] == 100:
-        np.testing.assert_allclose(row.areas, [(80 * 0.2 + 10 * 0.6 + 10 * 0.8) / 100])
+    (row, _) = summarise(comparison, results_of(comparison, tmp_path, lambda run: history))["one"]
+    assert row.episodes[-1] == 100
+    np.testing.assert_allclose(row.areas, [(80 * 0.2 + 10 * 0.6 + 10 * 0.8) / 100])
 
 
 @pytest.mark.slow
@@ -501,8 +495,7 @@ def test_reports_without_a_difference_make_a_false_claim_in_at_most_one_of_twent
 
 def test_problems_whose_names_differ_in_a_sign_have_their_own_pictures(tmp_path):
     names = ["a/b", "a-b", "a b", "A-B", "a\\b", "x" * 200]
-    arms = (Arm(name="a", changes={}), Arm(name="b", changes={"gamma": 0.5}))
-    comparison = Comparison(problems=dict.fromkeys(names, small()), arms=arms, seeds=1)
+    comparison = two(problems=dict.fromkeys(names, small()))
     results = learning(comparison, tmp_path, lambda played, seed: played / 100)
     paths = write_report(comparison, results, tmp_path)[2:]
     assert len({str(path).casefold() for path in paths}) == len(names)
@@ -528,15 +521,12 @@ def test_an_axis_of_the_command_line_splits_between_values_not_inside_them(text,
 
 
 def test_rollouts_are_compared_by_the_episodes_that_came_before_them(tmp_path):
-    run = next(
-        planned(Comparison(problems={"one": small()}, arms=grid({"gamma": [0, 1]})), tmp_path)
-    )
     history = [
         (1, {"rollout/return": 0.1, "rollout/episodes_before": 0.0}),
         (2, {"rollout/return": 0.2, "rollout/episodes_before": 8.0}),
         (2, {"eval/success": 0.5, "eval/episodes_before": 16.0}),
     ]
-    result = Result(run=run, history=history, seconds=1.0)
+    result, _ = results_of(two(), tmp_path, lambda run: history)
     assert result.curve("rollout/return") == ([0.0, 8.0], [0.1, 0.2])
     assert result.curve("eval/success") == ([16.0], [0.5])
 
@@ -556,22 +546,17 @@ def test_arms_that_change_the_recipe_or_the_model_get_a_start_of_their_own(tmp_p
 
 
 def test_a_missing_value_is_read_between_its_neighbours(tmp_path):
-    arms = (Arm(name="whole", changes={}), Arm(name="gap", changes={"gamma": 0.9}))
-    comparison = Comparison(problems={"one": small()}, arms=arms, seeds=1, metric="m")
-    whole, gap = planned(comparison, tmp_path)
+    comparison = two("whole", "gap", metric="m")
     points = [(1, {"m": 0.2}), (2, {"m": 0.4}), (3, {"m": 0.6})]
-    results = [
-        Result(run=whole, history=tuple(points), seconds=1.0),
-        Result(run=gap, history=(points[0], (2, {}), points[2]), seconds=1.0),
-    ]
+    histories = {"whole": points, "gap": [points[0], (2, {}), points[2]]}
+    results = results_of(comparison, tmp_path, lambda run: histories[run.arm.name])
     whole_row, gap_row = summarise(comparison, results)["one"]
     assert gap_row.episodes == (8.0, 24.0)
     np.testing.assert_allclose(gap_row.areas, whole_row.areas)
 
 
 def test_runs_that_decided_to_learn_from_different_rewards_are_named(tmp_path):
-    arms = (Arm(name="a", changes={"gamma": 1.0}), Arm(name="b", changes={"gamma": 0.5}))
-    runs = list(planned(Comparison(problems={"p": small()}, arms=arms, seeds=2), tmp_path))
+    runs = list(planned(two(problems={"p": small()}, seeds=2), tmp_path))
 
     def said(*scores):
         for run, score in zip(runs, scores, strict=True):
@@ -589,12 +574,9 @@ def test_runs_that_decided_to_learn_from_different_rewards_are_named(tmp_path):
 
 
 def test_an_arm_may_take_back_a_score_that_its_estimator_does_not_use():
-    def arm(name, **changes):
-        return Arm(name=name, changes=changes)
-
     problems = {"p": from_dict({"env": "gspo/Additive-v0", "credit": {"score": "turns"}})}
     with pytest.raises(
         ConfigError, match="estimator 'outcome' does not use; expected --score auto"
     ):
-        Comparison(problems=problems, arms=(arm("a"), arm("b", advantage="outcome")))
-    Comparison(problems=problems, arms=(arm("a"), arm("b", advantage="outcome", score="auto")))
+        two(problems=problems, changes={"advantage": "outcome"})
+    two(problems=problems, changes={"advantage": "outcome", "score": "auto"})

@@ -5,30 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from pretend_device import pretend_gpu
+from runs import tiny
 from safetensors.torch import load_file
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env.config import from_dict
 
 SHORT = {
     "steps": 3,
     "tasks_per_step": 2,
-    "eval_every": 0,
-    "rollout": {"max_turns": 3, "max_turn_tokens": 8, "max_context": 256, "group_size": 4},
+    "rollout": {"max_turns": 3, "max_turn_tokens": 8, "max_context": 256},
     "eval_tasks": 2,
-    "tracker": "none",
-    "recipe": {
-        "hidden_size": 32,
-        "demonstrations": 100,
-        "imitation_steps": 6,
-        "imitation_batch": 16,
-    },
+    "recipe": {"demonstrations": 100, "imitation_steps": 6, "imitation_batch": 16},
 }
 
 
 def trained(folder, **settings):
     """The metrics of a run, and the weights that it saved."""
-    agent = GSPOAgent(config=from_dict({**SHORT, **settings, "output": str(folder)}))
+    agent = GSPOAgent(config=tiny(**SHORT, **settings, output=str(folder)))
     history = agent.train()
     exact = [
         (step, {k: v for k, v in m.items() if not k.startswith("time/") and "_per_s" not in k})

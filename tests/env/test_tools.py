@@ -166,17 +166,6 @@ def test_an_unusable_function_fails_at_decoration(function: Any, message: str) -
         tool(function)
 
 
-def test_the_policy_reads_that_its_reasoning_has_no_end_and_no_tool_is_called() -> None:
-    env = ShopEnv()
-    env.reset(seed=0)
-    text = f"<think>so {format_tool_call('leave', {})}"
-    observation, reward, terminated, _, info = env.step(text)
-    assert observation.startswith("Error: ")
-    assert "</think>" in observation
-    assert (reward, terminated) == (-0.5, False)
-    assert info == {"observation_role": "tool", "tool_errors": 1, "malformed_calls": 1}
-
-
 def test_frames_and_values_make_up_the_formatted_call() -> None:
     echo, price, fail = (as_tool(f) for f in (ShopEnv.echo, ShopEnv.price, ShopEnv.fail))
     assert tool_call_frames(echo) == [
@@ -242,16 +231,6 @@ def test_a_final_answer_ends_and_reset_begins_anew(shop: ShopEnv) -> None:
     assert shop.step("I am done") == ("done", 1.0, True, False, {})
     shop.reset()
     assert not shop.step(format_tool_call("echo", {"text": "x"}))[2]
-
-
-def test_the_turn_limit_truncates(shop: ShopEnv) -> None:
-    flags = [shop.step(format_tool_call("echo", {"text": "x"}))[2:4] for _ in range(5)]
-    assert flags == [(False, False)] * 4 + [(False, True)]
-
-
-def test_step_before_reset_is_an_error() -> None:
-    with pytest.raises(EnvironmentContractError, match="call reset"):
-        ShopEnv().step("x")
 
 
 def test_tools_are_bound_in_order_of_definition(shop: ShopEnv) -> None:

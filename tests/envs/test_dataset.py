@@ -15,12 +15,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from runs import tiny
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.check.environment import check_env
-from gspo_env.config import Config
 from gspo_env.env.base import Action
 from gspo_env.env.info import parse_reset, read_prompt
 from gspo_env.env.registration import make_env
@@ -402,18 +402,8 @@ def test_the_names_of_rewards_become_metrics_of_a_run(mine, tmp_path, monkeypatc
     data = tmp_path / "sums.jsonl"
     rows = [{**row, "completion": row["answer"]} for row in SUMS]
     data.write_text("\n".join(map(json.dumps, rows)))
-    config = Config.from_recipe(
-        Tiny(hidden_size=32, demonstrations=64, imitation_steps=40),
-        env="gspo/Dataset-v0",
-        env_kwargs={"data": str(data), "rewards": [f"{mine}:exact_match", f"{mine}:short"]},
-        steps=2,
-        tasks_per_step=4,
-        eval_every=0,
-        eval_tasks=4,
-        rollout={"group_size": 4},
-        tracker="none",
-    )
-    history = GSPOAgent(config=config).train()
+    kwargs = {"data": str(data), "rewards": [f"{mine}:exact_match", f"{mine}:short"]}
+    history = GSPOAgent(config=tiny(env="gspo/Dataset-v0", env_kwargs=kwargs)).train()
     for prefix, known in (("rollout", "rollout/outcome"), ("eval", "eval/return")):
         for _, metrics in history:
             if known in metrics:

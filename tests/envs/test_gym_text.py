@@ -80,7 +80,7 @@ def test_what_a_space_writes_it_reads_back(space: Any) -> None:
         assert write_value(space, again) == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 @given(text=st.text() | st.builds(json.dumps, st.recursive(st.floats() | st.text(), st.lists)))
 def test_reading_an_action_never_raises_and_gives_only_elements(text: str) -> None:
     for space in SPACES:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import tiny
+from turns import episode, turn
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.sample import to_samples
-from gspo_env.cli.main import main
-from gspo_env.config import Config, EpisodesConfig, override
+from gspo_env.config import EpisodesConfig
 from gspo_env.episodes import read_episodes
 from gspo_env.episodes.schema import (
     EpisodeFile,
@@ -26,26 +27,22 @@ from gspo_env.errors import OutputError
 from gspo_env.learner import GSPO, Learner, LearnerConfig, TokenValues
 from gspo_env.report.traces import traces
 from gspo_env.rollout.metrics import Evaluation
-from gspo_env.types import Episode, Group, Prompt, StepInfo, StopReason, Task, Turn
+from gspo_env.types import Group, Prompt, StepInfo, StopReason
 
 ROOT = Path(__file__).parents[2]
 
 
 def small(output, **changes):
-    settings: dict[str, object] = {
-        "env": "gspo/Lookup-v0",
-        "recipe": {"hidden_size": 32, "demonstrations": 64, "imitation_steps": 4},
-        "steps": 2,
+    settings = {
+        "recipe": {"imitation_steps": 4},
         "tasks_per_step": 3,
-        "eval_tasks": 4,
         "eval_every": 1,
         "rollout": {"group_size": 3},
         "learner": {"minibatches": 2},
         "checkpoints": {"save_every": 1},
-        "tracker": "none",
         "output": str(output),
     }
-    return override(Config.from_recipe(), {**settings, **changes})
+    return tiny(**{**settings, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -53,30 +50,6 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kept") / "run"
     GSPOAgent(config=small(folder)).train()
     return folder
-
-
-def turn(**changes):
-    fields: dict[str, object] = {
-        "prompt_ids": (1, 2, 3),
-        "action_ids": (4, 5),
-        "logprobs": (-0.5, -1.5),
-        "text": "act",
-        "observation": "see",
-        "reward": 0.5,
-    }
-    return Turn(**{**fields, **changes})
-
-
-def episode(*turns, **changes):
-    fields: dict[str, object] = {
-        "task": Task(env_id="test", seed=7),
-        "turns": turns,
-        "outcome": 1.0,
-        "stop_reason": StopReason.TERMINATED,
-        "terminated": True,
-        "truncated": False,
-    }
-    return Episode(**{**fields, **changes})
 
 
 def kept(*played, tokens=None):
@@ -335,18 +308,3 @@ def test_a_full_disk_stops_no_training(tmp_path):
     group = Group(task=one.task, episodes=(one,))
     log.evaluated(0, Evaluation([group], [group], 1.0))
     assert failed == ["episodes/000000-eval.parquet", "episodes/000000-greedy.parquet"]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["nowhere"],
-        [".", "--mb", "0"],
-    ],
-)
-def test_view_refuses_what_is_no_run_in_one_sentence(arguments, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        main(["view", *arguments, "--no-browser"])
-    assert capsys.readouterr().err.startswith("gspo-env: ")

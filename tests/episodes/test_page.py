@@ -10,15 +10,16 @@ import zlib
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
+from cli_errors import refused
 from hypothesis import given
 from hypothesis import strategies as st
+from turns import episode, turn
 
 from gspo_env.cli.main import main
 from gspo_env.episodes.page import make_index, read_parts, read_points, write_page
 from gspo_env.episodes.writer import to_table
 from gspo_env.redaction import _LOOKS, MARK, redact_text
-from gspo_env.types import Episode, Group, StopReason, Task, Turn
+from gspo_env.types import Group, Task
 
 HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
 
@@ -32,22 +33,11 @@ def write_run(folder, steps=3, text="hello", group=4):
 
 
 def write_step(folder, step, text, group=4):
-    turn = Turn(
-        prompt_ids=(1, 2),
-        action_ids=(3, 4),
-        logprobs=(-1.0, -2.0),
-        text=text,
-        observation=text,
-        reward=0.5,
-    )
     episodes = tuple(
-        Episode(
+        episode(
+            *[turn(text=text, observation=text)] * (1 + g % 3),
             task=Task(env_id=text, seed=step, options={"name": text}),
-            turns=(turn,) * (1 + g % 3),
             outcome=float(g),
-            stop_reason=StopReason.TERMINATED,
-            terminated=True,
-            truncated=False,
             success=bool(g % 2),
             error=text,
             final_observation=text,
@@ -56,7 +46,7 @@ def write_step(folder, step, text, group=4):
     )
     table = to_table(step, "train", {0: Group(task=episodes[0].task, episodes=episodes)}, {})
     pq.write_table(table, folder / "episodes" / f"{step:06d}-train.parquet")
-    (folder / "episodes" / "tokens.json").write_text(json.dumps(dict.fromkeys(range(5), text)))
+    (folder / "episodes" / "tokens.json").write_text(json.dumps(dict.fromkeys(range(6), text)))
     with (folder / "metrics.jsonl").open("a") as file:
         line = {"step": step, "time": 0, "metrics": {f"rollout/{text}": 1.0, "rollout/return": 0.5}}
         file.write(json.dumps(line) + "\n")
@@ -146,9 +136,7 @@ def test_a_run_in_which_nothing_can_be_written_says_which_option_names_another_p
     for name in ("view.html", "report/report.html"):
         (run / name).mkdir(parents=True)  # stands for a disk that is read-only
     for command in ("view", "report"):
-        with pytest.raises(SystemExit):
-            main([command, str(run), "--no-browser"])
-        assert "written, named with --out" in capsys.readouterr().err
+        assert "written, named with --out" in refused(capsys, command, str(run), "--no-browser")
     main(["view", str(run), "--no-browser", "--out", str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").is_file()
 

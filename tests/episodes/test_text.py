@@ -1,28 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+from turns import episode, turn
+
 from gspo_env.episodes import render_episode
-from gspo_env.types import Episode, Message, Prompt, StopReason, Task, Turn
+from gspo_env.types import Message, Prompt, StopReason, Task, Turn
 
 
 def make_episode(**changes):
-    turn = Turn(
-        prompt_ids=(1, 2, 3),
-        action_ids=(4, 5),
-        logprobs=(-0.1, -0.2),
-        text="guess 7",
-        observation="Guess a number.\n\nBe quick.",
-        reward=0.5,
-    )
-    fields: dict[str, object] = {
+    played = turn(text="guess 7", observation="Guess a number.\n\nBe quick.")
+    fields = {
         "task": Task(env_id="gspo/Guess-v0", seed=11, options={"high": 9}),
-        "turns": (turn,),
-        "outcome": 1.0,
-        "stop_reason": StopReason.TERMINATED,
-        "terminated": True,
-        "truncated": False,
+        "turns": (played,),
         "success": True,
     }
-    return Episode(**{**fields, **changes})
+    return replace(episode(), **{**fields, **changes})
 
 
 def test_an_episode_shows_task_turns_and_how_it_ended():
@@ -45,18 +38,16 @@ def test_an_episode_shows_what_the_policy_was_told_and_no_tokens_of_a_text_polic
 
 
 def test_an_episode_that_broke_shows_its_error():
-    episode = make_episode(
-        turns=(), success=None, outcome=0.0, stop_reason=StopReason.ERROR, error="boom"
-    )
-    text = render_episode(episode)
+    broken = {"stop_reason": StopReason.ERROR, "error": "boom", "success": None, "outcome": 0.0}
+    text = render_episode(make_episode(turns=(), **broken))
     assert "its environment failed" in text
     assert "stopped by error" in text
     assert "  | boom" in text
 
 
 def test_a_cut_episode_with_rewards_is_no_success_and_not_called_a_failure():
-    episode = make_episode(success=False, outcome=1.0, stop_reason=StopReason.MAX_TURNS)
-    assert "no success: outcome +1, stopped by max_turns" in render_episode(episode)
+    text = render_episode(make_episode(success=False, stop_reason=StopReason.MAX_TURNS))
+    assert "no success: outcome +1, stopped by max_turns" in text
 
 
 def test_a_lone_surrogate_of_an_environment_can_be_written_to_a_file(tmp_path):

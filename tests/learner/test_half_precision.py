@@ -116,8 +116,8 @@ def test_float16_loses_no_small_gradient(model, samples, lora):
         assert error < 0.1 * master.grad.norm()
 
 
-@pytest.mark.parametrize("dtype", HALF)
-def test_an_adapter_on_half_precision_weights_is_its_own_master(model, samples, dtype):
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_an_adapter_is_its_own_master_and_all_that_an_update_changes(model, samples, dtype):
     adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     adapted = get_peft_model(model.to(dtype), adapter)
     learner = learner_on(adapted, learning_rate=1e-3)
@@ -127,7 +127,9 @@ def test_an_adapter_on_half_precision_weights_is_its_own_master(model, samples, 
     weights = dict(adapted.named_parameters())
     assert all(p is weights[name] for name, p in learner.masters.tensors.items())
     base = [p.clone() for n, p in adapted.named_parameters() if "lora_" not in n]
+    before = trained(learner)
     learner.update(samples)
+    assert not torch.equal(trained(learner), before)
     after = [p for n, p in adapted.named_parameters() if "lora_" not in n]
     assert all(map(torch.equal, base, after))
     assert_rounded(learner)

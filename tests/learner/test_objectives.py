@@ -104,8 +104,6 @@ def test_importance_weights() -> None:
         ({"ratio_level": "turn", "turn_ids": None}, "without turn_ids"),
         ({"mask": torch.ones(4, 12)}, "mask has dtype"),
         ({"clip_low": 1.0}, "clip_low is 1.0"),
-        ({"clip_high": -0.1}, "clip_high is -0.1"),
-        ({"dual_clip": 1.0}, "dual_clip is 1.0"),
         ({"kl_coef": 0.1}, "without reference_logprobs"),
         ({"old_logprobs": torch.zeros(4, 3)}, r"old_logprobs has shape \(4, 3\)"),
         ({"advantages": torch.zeros(3)}, r"advantages has shape \(3,\)"),

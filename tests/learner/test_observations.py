@@ -8,36 +8,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import turns
 from learners import learner_of
 
 from gspo_env.batch.sample import to_samples
 from gspo_env.distributed.messages import pack_shares, split_over_ranks, unpack_shares
-from gspo_env.types import Episode, StepInfo, StopReason, Task, Turn
+from gspo_env.types import StepInfo
 
 
 def turn(parent, prompt, action, mask=None):
-    return Turn(
-        parent=parent,
-        prompt_ids=tuple(prompt),
-        action_ids=tuple(action),
-        logprobs=(-1.0,) * len(action),
-        text="",
-        observation="",
-        reward=0.0,
-        info=StepInfo(token_mask=mask),
-    )
+    ids = {"prompt_ids": tuple(prompt), "action_ids": tuple(action)}
+    logprobs = (-1.0,) * len(action)
+    return turns.turn(parent=parent, **ids, logprobs=logprobs, info=StepInfo(token_mask=mask))
 
 
-def samples_of(*turns):
-    episode = Episode(
-        task=Task(env_id="test", seed=0),
-        turns=turns,
-        outcome=0.0,
-        stop_reason=StopReason.TERMINATED,
-        terminated=True,
-        truncated=False,
-    )
-    return to_samples([episode], [np.zeros(len(turns))])
+def samples_of(*played):
+    return to_samples([turns.episode(*played)], [np.zeros(len(played))])
 
 
 def test_observations_are_the_prompts_of_later_turns_and_no_sampled_token():

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from objective_reference import policy_loss as reference_loss
+from turns import episode, turn
 
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.sample import to_samples
 from gspo_env.errors import BatchError
 from gspo_env.learner import GRPO, GSPO, ClippedLoss, DrGRPO, Loss, policy_loss
-from gspo_env.types import Episode, StopReason, Task, Turn
 
 learner_of = partial(learners.learner_of, dtype=torch.float64)
 
@@ -28,28 +28,19 @@ def in_float32(values):
 
 def episode_of(rng, parents, vocabulary=200, most=12):
     """An episode of random tokens whose turns continue the given turns."""
-    turns = []
+    played = []
     for parent in parents:
         action = rng.integers(3, vocabulary, rng.integers(1, most)).tolist()
-        turns.append(
-            Turn(
+        played.append(
+            turn(
                 parent=parent,
                 prompt_ids=tuple(rng.integers(3, vocabulary, rng.integers(1, 2 * most)).tolist()),
                 action_ids=tuple(action),
                 logprobs=in_float32(np.log(rng.uniform(0.7, 1.4, len(action))) - 5.3),
-                text="",
-                observation="",
                 reward=float(rng.standard_normal()),
             )
         )
-    return Episode(
-        task=Task(env_id="test", seed=0),
-        turns=tuple(turns),
-        outcome=0.0,
-        stop_reason=StopReason.TERMINATED,
-        terminated=True,
-        truncated=False,
-    )
+    return episode(*played)
 
 
 def episodes(seed=0):
@@ -70,22 +61,22 @@ def credit(played, seed=1):
     return [np.array(in_float32(rng.standard_normal(len(e.turns)))) for e in played]
 
 
-def context_of(episode, k):
+def context_of(played, k):
     """The tokens before the action of a turn, from its parents."""
-    parent = episode.parents[k]
+    parent = played.parents[k]
     before = []
     if parent is not None:
-        before = [*context_of(episode, parent), *episode.turns[parent].action_ids]
-    return [*before, *episode.turns[k].prompt_ids]
+        before = [*context_of(played, parent), *played.turns[parent].action_ids]
+    return [*before, *played.turns[k].prompt_ids]
 
 
-def logprobs_by_turn(model, episode):
+def logprobs_by_turn(model, played):
     """The log-probabilities of all sampled tokens, each in its own context, without packing."""
     found = []
-    for k, turn in enumerate(episode.turns):
-        ids = torch.tensor([[*context_of(episode, k), *turn.action_ids]])
+    for k, each in enumerate(played.turns):
+        ids = torch.tensor([[*context_of(played, k), *each.action_ids]])
         rows = torch.log_softmax(model(ids).logits[0, :-1], -1)
-        place = torch.arange(len(ids[0]) - len(turn.action_ids) - 1, len(ids[0]) - 1)
+        place = torch.arange(len(ids[0]) - len(each.action_ids) - 1, len(ids[0]) - 1)
         found.append(rows[place, ids[0, place + 1]])
     return torch.cat(found)
 
@@ -202,14 +193,14 @@ def test_a_loss_of_ones_own_gets_the_log_probabilities_of_an_episodes_other_rows
 
 def test_sampled_tokens_are_trained_once_and_forks_compute_their_context_once():
     rng = np.random.default_rng(3)
-    episode = episode_of(rng, [None, *range(19), 9, *range(20, 29)], most=40)
-    samples = to_samples([episode], [np.zeros(len(episode.turns))])
+    played = episode_of(rng, [None, *range(19), 9, *range(20, 29)], most=40)
+    samples = to_samples([played], [np.zeros(len(played.turns))])
     turn_ids = np.concatenate([s.turn_ids for s in samples])
-    counts = np.bincount(turn_ids[turn_ids >= 0], minlength=len(episode.turns))
-    assert counts.tolist() == [len(t.action_ids) for t in episode.turns]
+    counts = np.bincount(turn_ids[turn_ids >= 0], minlength=len(played.turns))
+    assert counts.tolist() == [len(t.action_ids) for t in played.turns]
     (row,) = microbatches(samples, 100_000)
     batch = pack(row)
-    tokens = sum(len(t.prompt_ids) + len(t.action_ids) for t in episode.turns)
+    tokens = sum(len(t.prompt_ids) + len(t.action_ids) for t in played.turns)
     assert len(batch.input_ids_T) <= tokens + 16
     assert batch.episodes == (0,)
 

@@ -6,10 +6,10 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
-from typing import Any
 
 import numpy as np
 import pytest
+from runs import tiny
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
@@ -24,23 +24,15 @@ from gspo_env.report.run_report import write_run_report
 EVIL = (
     "<script>alert('x')</script> | $\\frac{1}{0}$ `a` ```b``` \x1b[31m \u202e [l](http://e.com) @me"
 )
-SMALL: dict[str, Any] = {
-    "recipe": {"hidden_size": 32, "demonstrations": 64, "imitation_steps": 4},
-    "steps": 2,
-    "tasks_per_step": 2,
-    "eval_tasks": 4,
-    "eval_every": 1,
-    "rollout": {"group_size": 3},
-    "tracker": "none",
-    "checkpoints": {"keep": 0},
-}
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     """A real run of two steps."""
     folder = tmp_path_factory.mktemp("real") / "run"
-    GSPOAgent(config=override(Config.from_recipe(), {**SMALL, "output": str(folder)})).train()
+    small = {"recipe": {"imitation_steps": 4}, "tasks_per_step": 2, "rollout": {"group_size": 3}}
+    config = tiny(**small, eval_every=1, checkpoints={"keep": 0}, output=str(folder))
+    GSPOAgent(config=config).train()
     return folder
 
 
@@ -174,7 +166,7 @@ def test_no_text_can_end_a_block_of_code():
 
 
 def test_the_command_line_writes_beside_the_run_and_refuses_what_is_no_run(
-    real, tmp_path, capsys, monkeypatch
+    real, tmp_path, monkeypatch
 ):
     folder = tmp_path / "run"
     shutil.copytree(real, folder)
@@ -185,11 +177,6 @@ def test_the_command_line_writes_beside_the_run_and_refuses_what_is_no_run(
     main(["report", str(folder), str(folder), str(real), "--no-browser", "--markdown"])
     assert "## Diagnosis of run" in (tmp_path / "report" / "report.md").read_text()
     assert "2 runs" in (tmp_path / "report" / "report.html").read_text()  # one is named twice
-    capsys.readouterr()
-    for arguments in ([], [""], [str(tmp_path / "none")]):
-        with pytest.raises(SystemExit) as end:
-            main(["report", *arguments, "--no-browser"])
-        assert end.value.code == 2
     with pytest.raises(OutputError, match="no runs"):
         write_run_report([], tmp_path)
 

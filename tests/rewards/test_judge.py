@@ -14,6 +14,7 @@ import gymnasium
 import numpy as np
 import pytest
 from pretend_judge import first, good, group, noisy, serve
+from runs import tiny
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
@@ -327,16 +328,10 @@ def test_a_judge_in_the_rewards_of_a_dataset_trains_and_its_losses_are_counted(
     )
     server.answer = lambda question: good(question) if "quality" in question else "0"
     server.before = lambda number, question: 500 if number % 10 == 0 else None
-    config = Config.from_recipe(
-        Tiny(hidden_size=32, demonstrations=64, imitation_steps=30),
+    config = tiny(
         env="gspo/Dataset-v0",
         env_kwargs={"data": "rows.jsonl", "rewards": ["judges.py:JUDGE"], "success": 0.5},
-        steps=2,
-        tasks_per_step=4,
-        eval_every=0,
-        eval_tasks=4,
-        rollout={"group_size": 4, "max_turn_tokens": 8},
-        tracker="none",
+        rollout={"max_turn_tokens": 8},
     )
     history = GSPOAgent(config=config).train()
     steps = [m for _, m in history if "rollout/outcome" in m]
@@ -359,12 +354,11 @@ def test_a_kept_run_is_scored_again_with_other_rewards(server, tmp_path, monkeyp
         "def matches(attempt): return float(str(attempt.row['n']) in attempt.text)\n"
     )
     server.answer = lambda question: good(question) if "| quality" in question else "0"
-    config = Config.from_recipe(
-        Tiny(hidden_size=32, demonstrations=64, imitation_steps=30),
+    config = tiny(
         env="gspo/Dataset-v0",
         env_kwargs={"data": "rows.jsonl", "rewards": ["judges.py:flat"]},
-        **{"steps": 1, "tasks_per_step": 4, "eval_every": 0, "eval_tasks": 4, "tracker": "none"},
-        rollout={"group_size": 4, "max_turn_tokens": 8},
+        steps=1,
+        rollout={"max_turn_tokens": 8},
     )
     agent = GSPOAgent(config=config)
     agent.train()

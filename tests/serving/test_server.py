@@ -116,7 +116,7 @@ def test_many_programs_at_once_and_nothing_is_left(address):
 
     before = threading.active_count()
     with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(play, range(64))) == [[200] * 3] * 64
+        assert list(pool.map(play, range(32))) == [[200] * 3] * 32
     state = address._server.server_state
     assert eventually(lambda: not state.connections and not state.tasks)
     assert not address._sessions

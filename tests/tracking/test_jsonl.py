@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -288,9 +289,10 @@ def test_a_full_disk_stops_neither_the_run_nor_loses_points_when_there_is_room_a
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    """An SQLite store of MLflow; shared, since making one takes seconds."""
+def store(tmp_path_factory, empty_store):
+    """An SQLite store of MLflow."""
     folder = tmp_path_factory.mktemp("store")
+    shutil.copy(empty_store, folder / "runs.db")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")

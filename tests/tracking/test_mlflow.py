@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
+from turns import episode, turn
 
 from gspo_env.errors import ConfigError
 from gspo_env.report.traces import traces
@@ -15,7 +16,7 @@ from gspo_env.tracking.base import MODEL, SUMMARY, Input, RunInfo
 from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.mlflow import MLflow
 from gspo_env.tracking.multi import NON_FINITE, start
-from gspo_env.types import Episode, Group, StepInfo, StopReason, Task, Timing, Turn
+from gspo_env.types import Group, StepInfo, Task, Timing
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +179,7 @@ def played():
     """An episode of two turns, the first of which calls a tool."""
     call = '<tool_call>\n{"name": "lookup", "arguments": {"key": "ant"}}\n</tool_call>'
     turns = tuple(
-        Turn(
-            prompt_ids=(1, 2, 3),
-            action_ids=(4, 5),
-            logprobs=(-0.5, -1.5),
+        turn(
             text=text,
             observation=observation,
             reward=reward,
@@ -192,16 +190,8 @@ def played():
             [(call, "start \ud800", 0.25), ("answer sk-abcdefghijklmnopqrstuvwxyz", "bee", 1.0)]
         )
     )
-    return Episode(
-        task=Task(env_id="gspo/Lookup-v0", seed=7),
-        turns=turns,
-        outcome=1.0,
-        stop_reason=StopReason.TERMINATED,
-        terminated=True,
-        truncated=False,
-        success=True,
-        final_observation="end",
-    )
+    task = Task(env_id="gspo/Lookup-v0", seed=7)
+    return episode(*turns, task=task, success=True, final_observation="end")
 
 
 def test_an_episode_is_a_trace_with_its_turns_tool_calls_tokens_times_and_tags(begin, tmp_path):

@@ -263,8 +263,8 @@ def _beyond(vf: ModuleType, taskset: Any, task: Any) -> str:
     if kind.toolsets(task.config) or type(taskset).toolsets(taskset.config):
         return f"{kind.__name__} brings tool servers"
     for function in (*task.hooks("reward"), *task.hooks("metric")):
-        wanted = inspect.signature(function).parameters.get("runtime")
-        if wanted is not None and wanted.default is wanted.empty:
+        runtime = inspect.signature(function).parameters.get("runtime")
+        if runtime is not None and runtime.default is runtime.empty:
             return f"{kind.__name__}.{function.__name__} needs a runtime"
     return ""
 

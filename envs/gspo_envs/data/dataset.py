@@ -186,8 +186,8 @@ class DatasetEnv(ToolEnv):
     def _column(self, row: Mapping[str, Any]) -> str:
         column = self.column or next((name for name in _COLUMNS if name in row), "")
         if column not in row:
-            wanted = repr(self.column) if self.column else " or ".join(_COLUMNS)
-            raise ConfigError(f"Dataset: no column {wanted}, the columns are {', '.join(row)}.")
+            names = repr(self.column) if self.column else " or ".join(_COLUMNS)
+            raise ConfigError(f"Dataset: no column {names}, the columns are {', '.join(row)}.")
         return column
 
     def _read_prompt(self, index: int) -> list[Message]:

@@ -51,19 +51,19 @@ class TaskRows:
         return len(self._train) + len(self._eval or ())
 
     def pick(
-        self, rng: np.random.Generator, seed: int | None = None, wanted: Any = None
+        self, rng: np.random.Generator, seed: int | None = None, number: Any = None
     ) -> tuple[Any, int]:
         """Returns a row and its index; an evaluation seed picks a held-out row.
 
         Raises:
-            ConfigError: There is no row `wanted`.
+            ConfigError: There is no row `number`.
         """
         evaluation = seed is not None and seed >= HELD_OUT
         rows = self._eval if evaluation and self._eval is not None else self._train
-        if wanted is not None:
-            if type(wanted) is not int or not 0 <= wanted < len(rows):
-                raise ConfigError(f"row is {wanted!r}, expected 0 to {len(rows) - 1}.")
-            return rows[wanted], wanted
+        if number is not None:
+            if type(number) is not int or not 0 <= number < len(rows):
+                raise ConfigError(f"row is {number!r}, expected 0 to {len(rows) - 1}.")
+            return rows[number], number
         # the held-out rows are spread evenly, so that no list of them is needed
         held = _count(len(rows), self._share)
         drawn = int(rng.integers(held if evaluation and held else len(rows) - held))

@@ -103,8 +103,8 @@ class _Rows:
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
     ) -> Tensor:
         """Returns the outputs of the rows' tokens and of padding, (total, H, D)."""
-        taken = query.index_select(0, self._index)
-        q = taken.view(-1, self._width, *query.shape[1:]).transpose(1, 2)
+        query_rows = query.index_select(0, self._index)
+        q = query_rows.view(-1, self._width, *query.shape[1:]).transpose(1, 2)
         k, v = (self._of_rows(tensor) for tensor in (keys, values))
         out = _attend(q, k, v, scale, self._mask(window))
         return out.transpose(1, 2).reshape(-1, *query.shape[1:])
