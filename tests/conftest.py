@@ -20,13 +20,7 @@ from gspo_env.batch.sample import Sample
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.env.registration import make_env
 from gspo_env.learner.stats import UpdateStats, to_cpu
-from gspo_env.recipes.build import (
-    build,
-    build_model,
-    build_tokenizer,
-    imitation_samples,
-    warm_up,
-)
+from gspo_env.recipes.build import build, build_model, build_tokenizer, imitation_samples, warm_up
 from gspo_env.recipes.tiny import Tiny
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are as many test processes as cores

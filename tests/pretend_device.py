@@ -354,11 +354,7 @@ def pretend_gpu() -> Iterator[Device]:
         for owner, name, value in (
             (torch.nn.Module, "to", _moved),
             (torch.autograd, "_engine_run_backward", _backward),
-            (
-                torch.nn.utils.clip_grad,
-                "_group_tensors_by_device_and_dtype",
-                _by_device_and_dtype,
-            ),
+            (torch.nn.utils.clip_grad, "_group_tensors_by_device_and_dtype", _by_device_and_dtype),
             (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "device_count", lambda: 1),
             # a CUDA build has the optimiser ask the driver whether a graph is being captured

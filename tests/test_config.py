@@ -157,10 +157,7 @@ def test_python_refuses_a_setting_by_name(make, words):
         ("learner = 3", "learner is 3; expected a table"),
         ("[rollout]\nmax_turn_tokens = 512", "max_turn_tokens is 512; expected less"),
         ("steps = ", "not valid TOML"),
-        (
-            "[advantage]\nlam = 0.9",
-            "advantage.'lam': it is a setting of group_gae, and adv",
-        ),
+        ("[advantage]\nlam = 0.9", "advantage.'lam': it is a setting of group_gae, and adv"),
         ("[loss]\nclip_lo = 1", "unknown field loss.'clip_lo'; expected one of: clip_low"),
         ("model = 3", "model is 3; input should be a valid string"),
     ],

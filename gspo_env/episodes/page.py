@@ -24,13 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_env.episodes.schema import (
-    EpisodeFile,
-    _starts,
-    episode_files,
-    read_table,
-    read_tokens,
-)
+from gspo_env.episodes.schema import EpisodeFile, _starts, episode_files, read_table, read_tokens
 from gspo_env.episodes.writer import surplus
 from gspo_env.errors import OutputError
 from gspo_env.files import check_folder, read_file, write_file

@@ -364,9 +364,7 @@ def importance_weights(
             "number of at least 1"
         )
     check_shapes(
-        trainer_logprobs_N.shape,
-        engine_logprobs_N=engine_logprobs_N,
-        sequence_ids_N=sequence_ids_N,
+        trainer_logprobs_N.shape, engine_logprobs_N=engine_logprobs_N, sequence_ids_N=sequence_ids_N
     )
     dtype = wide_dtype(trainer_logprobs_N)
     log_rho_N = trainer_logprobs_N.detach().to(dtype) - engine_logprobs_N.detach().to(dtype)

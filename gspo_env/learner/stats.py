@@ -64,8 +64,7 @@ def to_cpu(passes: Sequence[PassStats]) -> list[PassStats]:
     parts = iter(torch.split(flat, [tensor.numel() for tensor in tensors]))
     return [
         replace(
-            each,
-            values={k: next(parts).view(v.shape).to(v.dtype) for k, v in each.values.items()},
+            each, values={k: next(parts).view(v.shape).to(v.dtype) for k, v in each.values.items()}
         )
         for each in passes
     ]

@@ -33,12 +33,7 @@ class Scorer:
     """
 
     def __init__(
-        self,
-        model: Any,
-        temperature: float,
-        *,
-        packed: bool = True,
-        padded: bool = False,
+        self, model: Any, temperature: float, *, packed: bool = True, padded: bool = False
     ) -> None:
         self.model, self.temperature = model, temperature
         self.head = head.linear_head(model, packed)

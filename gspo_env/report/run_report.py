@@ -128,12 +128,7 @@ def _pictures(arms: Sequence[RunArm], folder: Path) -> Iterator[Section]:
             "Advantage by the index of the turn, in the kept training episodes.",
             plots.credit_figure(arms, episodes),
         ),
-        (
-            "update.png",
-            "Update",
-            "What the updates measured.",
-            plots.update_figure(arms),
-        ),
+        ("update.png", "Update", "What the updates measured.", plots.update_figure(arms)),
     ):
         write_file(folder, name, partial(figure.savefig, format="png"))
         yield Section(title=title, picture=folder / name, caption=caption)

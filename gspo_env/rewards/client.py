@@ -61,6 +61,8 @@ class ChatClient:
     """The address, such as https://api.openai.com/v1."""
     key_variable: str = "OPENAI_API_KEY"
     """Environment variable with the key."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Further headers of each request."""
     request: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0})
     """Further fields of each request, such as `max_tokens`."""
     timeout: Annotated[float, Gt(0)] = 60.0
@@ -148,14 +150,14 @@ class ChatClient:
         """
         await self._pace()
         usage.requests += 1
-        headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+        key = {"authorization": f"Bearer {self._key}"} if self._key else {}
         try:
             async with (
                 asyncio.timeout(self.timeout),
                 httpx.AsyncClient(timeout=None, verify=self._tls) as http,
             ):
                 place = f"{self.url.rstrip('/')}/chat/completions"
-                response = await http.post(place, json=body, headers=headers)
+                response = await http.post(place, json=body, headers={**key, **self.headers})
         except (httpx.HTTPError, TimeoutError) as error:
             raise _TryAgainError(f"{type(error).__name__} {error}", 0.0) from error
         status = f"status {response.status_code}, {response.text[:200]!r}"

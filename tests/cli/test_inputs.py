@@ -85,10 +85,7 @@ def _folder(tmp_path, monkeypatch):
         (["train", "--env-kwargs", "hopps=3"], "hopps"),
         (["train", "--env-kwargs", "hops=[3,"], "is no JSON value"),
         (["train", "--clip-low", "3"], "clip_low is 3.0; expected a number in [0, 1)"),
-        (
-            ["train", "--advantage", "outcome", "--gamma", "0.9"],
-            "which takes scale, ddof, base",
-        ),
+        (["train", "--advantage", "outcome", "--gamma", "0.9"], "which takes scale, ddof, base"),
         (["train", "--advantage", "outcome", "--score", "sum"], "'sum', which the estimator 'outc"),
         (["train", "--advantage", "turn_plus_outcome", "--score", "turns"], "does not use"),
         (["train", "--help", "los"], "there is no section 'los'; expected one of: checkpoints, e"),

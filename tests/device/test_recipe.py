@@ -31,11 +31,7 @@ def trained(folder, **settings):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"learner": {"lora_rank": 2, "minibatches": 2}, "loss": {"kl_coef": 0.1}},
-    ],
+    "settings", [{}, {"learner": {"lora_rank": 2, "minibatches": 2}, "loss": {"kl_coef": 0.1}}]
 )
 @pytest.mark.slow
 def test_the_default_recipe_has_the_numbers_of_the_cpu(tmp_path, settings):

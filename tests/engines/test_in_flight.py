@@ -11,11 +11,7 @@ import pytest
 import torch
 from logprobs import plain_logprobs
 
-from gspo_env.engines.base import (
-    Sampling,
-    Transformers,
-    check_completion,
-)
+from gspo_env.engines.base import Sampling, Transformers, check_completion
 from gspo_env.engines.embedded.copy import CopyEngine
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine

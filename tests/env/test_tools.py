@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_env.env.tool_env import ToolEnv
-from gspo_env.env.tools import (
-    Tool,
-    ToolCall,
-    as_tool,
-    format_tool_call,
-    tool,
-    tool_call_frames,
-)
+from gspo_env.env.tools import Tool, ToolCall, as_tool, format_tool_call, tool, tool_call_frames
 from gspo_env.errors import ConfigError, EnvironmentContractError
 
 

@@ -44,11 +44,7 @@ batch = partial(learners.batch, rows=4, length=9, spread=0.4)
         # (2 - 10) / 4
         ({"aggregation": "token_mean"}, 2.0, [[-0.5, 0, 0], [0.25, 0.25, 2.0]]),
         # (2 - 10) / 5 / 2
-        (
-            {"aggregation": "token_sum", "max_tokens": 5},
-            0.8,
-            [[-0.2, 0, 0], [0.1, 0.1, 0.8]],
-        ),
+        ({"aggregation": "token_sum", "max_tokens": 5}, 0.8, [[-0.2, 0, 0], [0.1, 0.1, 0.8]]),
         # dual clip: the ratio 8 counts as 3 and has no gradient: (2 - (1 + 1 + 3) / 3) / 2
         ({"dual_clip": 3.0}, -1 / 6, [[-1, 0, 0], [1 / 6, 1 / 6, 0]]),
     ],

@@ -16,14 +16,7 @@ from learners import learner_of
 from gspo_env import registry
 from gspo_env.batch import pack
 from gspo_env.errors import BatchError, ConfigError
-from gspo_env.learner import (
-    GRPO,
-    GSPO,
-    DrGRPO,
-    Loss,
-    LossInput,
-    ObjectiveOutput,
-)
+from gspo_env.learner import GRPO, GSPO, DrGRPO, Loss, LossInput, ObjectiveOutput
 
 OWN = f"{Path(__file__).parents[2] / 'examples' / 'own_loss.py'}:SquashedRatio"
 

@@ -18,12 +18,7 @@ from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import ToolCall, tool
 from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.recipes.babble import babble
-from gspo_env.recipes.build import (
-    build,
-    demonstrate,
-    imitation_samples,
-    warm_up,
-)
+from gspo_env.recipes.build import build, demonstrate, imitation_samples, warm_up
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool

@@ -8,15 +8,7 @@ import time
 import pytest
 
 from gspo_env.config import Config
-from gspo_env.tracking import (
-    NoTracker,
-    RunInfo,
-    TensorBoard,
-    Trackio,
-    WandB,
-    combine,
-    start,
-)
+from gspo_env.tracking import NoTracker, RunInfo, TensorBoard, Trackio, WandB, combine, start
 from gspo_env.tracking.multi import NON_FINITE
 
 pytestmark = pytest.mark.trackers

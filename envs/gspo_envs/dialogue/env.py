@@ -11,6 +11,7 @@ from gspo_env.env.tools import Tool, ToolCall, format_tool_call
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import resolve
 from gspo_env.registry import load_function
+from gspo_env.rewards.client import ChatClient
 from gspo_env.seeding import fingerprint
 from gspo_envs.dialogue.task import DialogueTask, Domain, read_tau2
 from gspo_envs.dialogue.users import ModelUser, ScriptedUser
@@ -62,9 +63,19 @@ class DialogueEnv(AnswerEnv):
         if user != "scripted" and not user.startswith(("http://", "https://")):
             raise ConfigError(f"user is {user!r}; expected 'scripted' or an http address")
         self.domain, self.system_prompt, self.early_answer = instance, instance.rules, early_answer
-        self._address, self._model = "" if user == "scripted" else user, user_model
-        self._headers = {name: resolve(value) for name, value in (headers or {}).items()}
-        self.blocking, self.replays = bool(self._address), not self._address
+        self._client = None
+        if user != "scripted":
+            self._client = ChatClient(
+                url=user,
+                model=user_model,
+                key_variable="",
+                headers={name: resolve(value) for name, value in (headers or {}).items()},
+                request={"temperature": 0, "max_tokens": 256},
+                timeout=120.0,
+                retries=1,
+                cache="",
+            )
+        self.blocking, self.replays = self._client is not None, self._client is None
         self._tasks: list[DialogueTask] = []
         if tasks is not None:
             self._tasks, skipped = read_tau2(tasks, instance.script())
@@ -97,9 +108,9 @@ class DialogueEnv(AnswerEnv):
         return self._user.opening
 
     def _begin(self) -> ScriptedUser | ModelUser:
-        if not self._address:
+        if self._client is None:
             return ScriptedUser(self._task)
-        return ModelUser(self._task, self._address, self._model, self._headers)
+        return ModelUser(self._task, self._client)
 
     def close(self) -> None:
         """Frees the database and ends a running episode."""

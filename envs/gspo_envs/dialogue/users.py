@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
-import httpx2 as httpx
-
 from gspo_env.errors import ToolServerError
+from gspo_env.rewards.client import ChatClient, NoAnswerError, Usage
+from gspo_env.runtime.loops import run_alone
 from gspo_envs.dialogue.task import REFUSAL, DialogueTask
 
 PERSONAS = {
@@ -89,20 +88,16 @@ class ModelUser:
 
     Args:
         task: What the user wants.
-        url: The address, such as `http://localhost:8000/v1`.
-        model: The name of the model there.
-        headers: Headers of each request.
+        client: Asks the model.
 
     Raises:
-        ToolServerError: The address gave no answer.
+        ToolServerError: The model gave no answer.
     """
 
-    def __init__(
-        self, task: DialogueTask, url: str, model: str, headers: Mapping[str, str]
-    ) -> None:
+    def __init__(self, task: DialogueTask, client: ChatClient) -> None:
         """Asks for the first message."""
         self.revealed = set(range(len(task.facts)))
-        self._url, self._model, self._headers = url, model, dict(headers)
+        self._client = client
         self._messages = [{"role": "system", "content": _ROLE + task.instructions}]
         self.opening = self.reply("Hello! How can I help you?").text
 
@@ -114,22 +109,15 @@ class ModelUser:
     def reply(self, message: str) -> Reply:
         """Returns the answer to a message of the agent."""
         self._messages.append({"role": "user", "content": message})
-        text = self._complete()
+        text = self._ask()
         self._messages.append({"role": "assistant", "content": text})
         return Reply(text.replace(_STOP, "").strip() or "Goodbye.", leaves=_STOP in text)
 
-    def _complete(self) -> str:
-        request = {"model": self._model, "messages": self._messages, "temperature": 0, "seed": 0}
+    def _ask(self) -> str:
+        failure = "its answer has no text"
         try:
-            response = httpx.post(
-                f"{self._url.rstrip('/')}/chat/completions",
-                json={**request, "max_tokens": 256},
-                headers=self._headers,
-                timeout=120.0,
-            )
-            response.raise_for_status()
-            return str(response.json()["choices"][0]["message"]["content"].strip())
-        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ToolServerError(
-                f"the user at {self._url} did not answer: {type(error).__name__}: {error}"
-            ) from error
+            if text := run_alone(self._client.ask(self._messages, Usage(), 0)).strip():
+                return text
+        except NoAnswerError as error:
+            failure = str(error)
+        raise ToolServerError(f"the user at {self._client.url} did not answer: {failure}")

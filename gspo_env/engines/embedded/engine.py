@@ -18,14 +18,7 @@ import torch
 from torch import Tensor
 
 from gspo_env.batch.upload import upload
-from gspo_env.engines.base import (
-    Completion,
-    Engine,
-    NamedTensors,
-    Sampling,
-    check_room,
-    drained,
-)
+from gspo_env.engines.base import Completion, Engine, NamedTensors, Sampling, check_room, drained
 from gspo_env.engines.embedded.direct import DirectForward, start_direct
 from gspo_env.engines.embedded.kv_cache import KVCache
 from gspo_env.engines.embedded.slots import Request, Sequences, Slot

@@ -12,14 +12,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from gspo_env.engines.base import (
-    Completion,
-    Engine,
-    NamedTensors,
-    Sampling,
-    check_room,
-    drained,
-)
+from gspo_env.engines.base import Completion, Engine, NamedTensors, Sampling, check_room, drained
 from gspo_env.engines.embedded.engine import sample
 from gspo_env.engines.embedded.model_cache import ModelCache
 from gspo_env.errors import EngineError
