@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import architectures
 import numpy as np
-import torch
 from conftest import make_samples
-from peft import LoraConfig, get_peft_model
 
 from gspo_env.learner import GRPO, GSPO, DrGRPO
 
@@ -36,13 +34,6 @@ def with_prefix(rng, count=6, length=40):
         )
         for sample in make_samples(rng, count)
     ]
-
-
-def adapted(model):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-        return get_peft_model(model, adapter)
 
 
 def experts():

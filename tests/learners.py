@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from gspo_env.batch.sample import Sample
-from gspo_env.learner import GSPO, Learner, LearnerConfig, Loss, policy_loss
+from gspo_env.learner import GSPO, Learner, LearnerConfig, Loss, LossInput, policy_loss
 
 
 def learner_of(
@@ -26,12 +27,42 @@ def learner_of(
     return Learner(model, loss or GSPO(), settings, total_steps=8, temperature=temperature)
 
 
+def adapted(model: Any, **settings: Any) -> Any:
+    """A copy of the model with an adapter on all linear layers, which is not zero."""
+    settings = {"target_modules": "all-linear", "init_lora_weights": False, **settings}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return get_peft_model(copy.deepcopy(model), LoraConfig(r=2, **settings))
+
+
 def sample_of(rng: np.random.Generator, tokens: Any, turns: Any, **fields: Any) -> Sample:
     """A sample with random credit, but for the fields that are given."""
     turns = np.asarray(turns, dtype=np.int64)
     count = int((turns >= 0).sum())
     fields = {"advantages": rng.normal(size=count), "engine_logprobs": -rng.random(count)} | fields
     return Sample(token_ids=np.asarray(tokens), turn_ids=turns, **fields)
+
+
+def loss_input(
+    log_ratios: Any, advantages: Any, episodes: Any, turns: Any = None, old: float = 0.0
+) -> LossInput:
+    """Tokens with these log-ratios to pi_old, whose log-probabilities are all `old`."""
+    old_N = torch.full((len(episodes),), old, dtype=torch.float64)
+    turn_N = torch.zeros(len(episodes), dtype=torch.int64) if turns is None else torch.tensor(turns)
+    count = max(episodes) + 1
+    return LossInput(
+        logprobs_N=(old_N + torch.as_tensor(log_ratios)).requires_grad_(),
+        old_logprobs_N=old_N,
+        advantages_N=torch.as_tensor(advantages, dtype=torch.float64).expand(len(episodes)),
+        episode_N=torch.tensor(episodes),
+        turn_N=turn_N,
+        reference_logprobs_N=None,
+        engine_logprobs_N=None,
+        num_episodes=count,
+        num_turns=int(turn_N.max()) + 1,
+        episodes=count,
+        tokens=len(episodes),
+    )
 
 
 def evaluate(inputs: dict[str, Tensor], **options: Any) -> tuple[Any, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -19,6 +20,16 @@ def plain_logprobs(model: Any, prompt: Any, done: Any, temperature: float = 1.0)
     finally:
         model.set_attn_implementation(attention)
     return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+
+
+def other_weights(model: Any, seed: int, scale: float) -> Any:
+    """The same architecture with other weights."""
+    other = copy.deepcopy(model)
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + scale * torch.randn(parameter.shape, generator=rng))
+    return other
 
 
 def difference(model: Any, prompt: Any, done: Any, temperature: float = 1.0) -> float:

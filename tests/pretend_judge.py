@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 
 from pretend_http import Handler
+from turns import episode
 
-from gspo_env.types import Episode, Group, StopReason, Task, Turn
+from gspo_env.types import Group, Task, Turn
 
 BLOCK = re.compile(
     r"^\((?:The answer|Answer \d+) begins (\w+)\.\)$(.*?)^\([^\n]* ends \1\.\)$", re.M | re.S
@@ -93,25 +94,16 @@ def serve(answer=good):
 
 def group(*episodes, rewards=()):
     """A group whose episodes have these actions, and these rewards at the end."""
-    task = Task(env_id="test", seed=0)
-    return Group(
-        task=task,
-        episodes=tuple(
-            Episode(
-                task=task,
-                turns=tuple(
-                    Turn(
-                        text=text,
-                        observation="Say something good." if k == 0 else "Go on.",
-                        reward=rewards[g] if rewards and k == len(texts) - 1 else 0.0,
-                    )
-                    for k, text in enumerate(texts)
-                ),
-                outcome=rewards[g] if rewards else 0.0,
-                stop_reason=StopReason.TERMINATED,
-                terminated=True,
-                truncated=False,
+    task, played = Task(env_id="test", seed=0), []
+    for g, texts in enumerate(episodes):
+        outcome = rewards[g] if rewards else 0.0
+        turns = [
+            Turn(
+                text=text,
+                observation="Say something good." if k == 0 else "Go on.",
+                reward=outcome if k == len(texts) - 1 else 0.0,
             )
-            for g, texts in enumerate(episodes)
-        ),
-    )
+            for k, text in enumerate(texts)
+        ]
+        played.append(episode(*turns, task=task, outcome=outcome))
+    return Group(task=task, episodes=tuple(played))

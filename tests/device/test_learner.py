@@ -7,7 +7,8 @@ import copy
 import numpy as np
 import pytest
 import torch
-from device_cases import LOSSES, adapted, experts, hybrid, with_prefix
+from device_cases import LOSSES, experts, hybrid, with_prefix
+from learners import adapted
 from pretend_device import PretendTensor, pretend_gpu
 
 from gspo_env.learner import GSPO, Learner, LearnerConfig

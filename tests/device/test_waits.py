@@ -9,7 +9,8 @@ import copy
 import numpy as np
 import pytest
 import torch
-from device_cases import LOSSES, adapted, with_prefix
+from device_cases import LOSSES, with_prefix
+from learners import adapted
 from pretend_device import pretend_gpu
 
 from gspo_env.batch.upload import upload

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from logprobs import plain_logprobs
+from logprobs import other_weights, plain_logprobs
 
 from gspo_env.engines.base import Sampling, Transformers, check_completion
 from gspo_env.engines.embedded.copy import CopyEngine
@@ -17,16 +17,6 @@ from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 
 ENGINES = ["batched", "unbatched", "batched copy", "unbatched copy"]
-
-
-def other_weights(model, seed):
-    """The same architecture with other weights, by version."""
-    other = copy.deepcopy(model)
-    rng = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=rng))
-    return other
 
 
 def versions_of(done):
@@ -82,7 +72,7 @@ def test_each_token_has_the_log_probability_that_its_version_of_the_weights_give
     engine, model, turns
 ):
     assert engine.updates_in_flight
-    models = [copy.deepcopy(model), *(other_weights(model, n) for n in (1, 2))]
+    models = [copy.deepcopy(model), *(other_weights(model, n, 0.3) for n in (1, 2))]
     log = asyncio.run(play(engine, model, models, updates=2, turns=turns))
     assert any(len(done.weights_versions) == 3 for _, done in log)
     assert {v for _, done in log for v in versions_of(done).tolist()} == {0, 1, 2}
@@ -91,7 +81,7 @@ def test_each_token_has_the_log_probability_that_its_version_of_the_weights_give
 
 @pytest.mark.parametrize("how", ["update_in_flight", "update_weights"])
 def test_after_an_update_sampling_is_as_in_a_new_engine(engine, model, how):
-    models = [copy.deepcopy(model), other_weights(model, 1)]
+    models = [copy.deepcopy(model), other_weights(model, 1, 0.3)]
     update = getattr(engine, how)
     asyncio.run(play(engine, model, models, updates=1, turns=2, update=update))
     sampling = Sampling(max_tokens=20, seed=3)
@@ -141,7 +131,7 @@ def test_a_copy_samples_with_its_own_weights_while_the_learner_changes_its(model
         stop.set()
         learner.join()
     assert greatest_difference([before], [3, 4, 5], done) < 1e-4
-    model.load_state_dict(other_weights(before, 1).state_dict())
+    model.load_state_dict(other_weights(before, 1, 0.3).state_dict())
     asyncio.run(engine.update_weights([], 1))
     again = asyncio.run(engine.generate([3, 4, 5], Sampling(max_tokens=40)))
     assert greatest_difference([before, model], [3, 4, 5], again) < 1e-4

@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from logprobs import other_weights
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.sample import Sample, to_samples
@@ -127,16 +128,6 @@ def test_engine_and_trainer_agree_after_every_weight_update(parts, engine):
         assert metrics["train/ratio_outside_clip"] == 0.0
 
 
-def other_weights(model, seed):
-    """The same architecture with other weights."""
-    other = copy.deepcopy(model)
-    rng = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=rng))
-    return other
-
-
 def trainer_logprobs(model, prompt, done):
     """Log-probabilities of a completion by the trainer with these weights, (N,)."""
     learner = Learner(model, GSPO(), LearnerConfig(learning_rate=1e-3), total_steps=1)
@@ -183,7 +174,7 @@ async def sample_while_weights_change(engine, chat, models, running, tokens=420,
 
 
 def test_weights_in_flight_each_token_agrees_with_the_trainer_of_its_version(parts, engine):
-    models = [parts[0], *(other_weights(parts[0], n) for n in (1, 2))]
+    models = [parts[0], *(other_weights(parts[0], n, 0.1) for n in (1, 2))]
     play = sample_while_weights_change(
         engine, parts[1], models, lambda count: len(engine._running) == count
     )
@@ -213,7 +204,7 @@ def test_weights_that_cannot_be_loaded_in_flight_end_the_requests(parts, engine)
 @over(["folder"])
 def test_two_servers_take_weights_in_flight(parts, servers):
     before = servers.servers_lost
-    models = [parts[0], *(other_weights(parts[0], n) for n in (1, 2))]
+    models = [parts[0], *(other_weights(parts[0], n, 0.1) for n in (1, 2))]
     play = sample_while_weights_change(
         servers,
         parts[1],

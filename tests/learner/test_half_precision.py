@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from learners import adapted
 
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.learner import masters as masters_module
@@ -103,9 +103,7 @@ def test_gradients_of_rows_add_up_in_float32(model, samples):
 @pytest.mark.parametrize("lora", [False, True])
 def test_float16_loses_no_small_gradient(model, samples, lora):
     half = model.half()
-    torch.manual_seed(0)  # else the adapter depends on the tests before this one
-    adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    given = get_peft_model(half, adapter) if lora else half
+    given = adapted(half) if lora else half
     small = [dataclasses.replace(s, advantages=1e-4 * s.advantages) for s in samples]
     exact, learner = learner_of(given, torch.float32), learner_on(given)
     for each in (exact, learner):
@@ -118,19 +116,16 @@ def test_float16_loses_no_small_gradient(model, samples, lora):
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
 def test_an_adapter_is_its_own_master_and_all_that_an_update_changes(model, samples, dtype):
-    adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    adapted = get_peft_model(model.to(dtype), adapter)
-    learner = learner_on(adapted, learning_rate=1e-3)
-    assert set(learner.masters.tensors) == {
-        n for n, _ in adapted.named_parameters() if "lora_" in n
-    }
-    weights = dict(adapted.named_parameters())
+    policy = adapted(model.to(dtype))
+    learner = learner_on(policy, learning_rate=1e-3)
+    weights = dict(policy.named_parameters())
+    assert set(learner.masters.tensors) == {n for n in weights if "lora_" in n}
     assert all(p is weights[name] for name, p in learner.masters.tensors.items())
-    base = [p.clone() for n, p in adapted.named_parameters() if "lora_" not in n]
+    base = [p.clone() for n, p in policy.named_parameters() if "lora_" not in n]
     before = trained(learner)
     learner.update(samples)
     assert not torch.equal(trained(learner), before)
-    after = [p for n, p in adapted.named_parameters() if "lora_" not in n]
+    after = [p for n, p in policy.named_parameters() if "lora_" not in n]
     assert all(map(torch.equal, base, after))
     assert_rounded(learner)
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from learners import learner_of
-from peft import LoraConfig, get_peft_model
+from learners import adapted, learner_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -18,11 +17,6 @@ from gspo_env.batch.packing import pack
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.learner import GSPO, LearnerConfig
 from gspo_env.model.experts import balance_router
-
-
-def adapted(model, start_at_zero):
-    adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=start_at_zero)
-    return get_peft_model(copy.deepcopy(model), adapter)
 
 
 class Passes:
@@ -46,7 +40,7 @@ class Passes:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_kl_is_that_to_the_model_as_it_was_given(model, samples, lora):
-    given = adapted(model, start_at_zero=True) if lora else model
+    given = adapted(model, init_lora_weights=True) if lora else model
     learner = learner_of(given, GSPO(kl_coef=0.1), learning_rate=1e-2)
     reference = learner.logprobs(pack(samples))
     learner.update(samples)
@@ -75,15 +69,15 @@ def test_no_pass_is_made_that_nothing_needs(model, samples):
     # before the first step the reference is the policy, so the passes for pi_old compute both
     assert counted(model, kl, 1) == (1, 0)
     assert counted(model, kl, 4) == (4, 3)
-    assert counted(adapted(model, True), kl, 4) == (4, 3)
+    assert counted(adapted(model, init_lora_weights=True), kl, 4) == (4, 3)
     assert counted(model, kl, 4, updates=2) == (4, 7)
     # a nonzero adapter differs from its base at once
-    assert counted(adapted(model, False), kl, 4) == (4, 7)
+    assert counted(adapted(model), kl, 4) == (4, 7)
 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_checkpointing_changes_no_gradient(model, samples, gradients, lora):
-    given = adapted(model, False) if lora else model
+    given = adapted(model) if lora else model
     shared = [*samples, *samples]  # over a tree
 
     def found(checkpointing):

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from learners import loss_input
 
 from gspo_env.errors import ConfigError
-from gspo_env.learner import LossInput
 from gspo_env.learner.more_losses import CISPO, LUSPO, SAPO, VESPO, IcePop
 from gspo_env.registry import BUILTIN, find
 from studies.credit.dppo import DPPO
@@ -20,21 +20,10 @@ TWO = [0, 0, 1]
 
 def inputs_of(ratios, advantages, episode=TWO, old=0.0, engine=None):
     """Tokens with these ratios; `engine` has the ratios of pi_old and the engine's policy."""
-    old_N = torch.full((len(ratios),), old, dtype=torch.float64)
-    engine_N = old_N - torch.tensor(engine or [1.0] * len(ratios), dtype=torch.float64).log()
-    return LossInput(
-        logprobs_N=(old_N + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_(),
-        old_logprobs_N=old_N,
-        advantages_N=torch.tensor(advantages, dtype=torch.float64),
-        episode_N=torch.tensor(episode),
-        turn_N=torch.zeros(len(ratios), dtype=torch.int64),
-        reference_logprobs_N=None,
-        engine_logprobs_N=engine_N,
-        num_episodes=max(episode) + 1,
-        num_turns=1,
-        episodes=max(episode) + 1,
-        tokens=len(ratios),
-    )
+    log_ratios = torch.tensor(ratios, dtype=torch.float64).log()
+    inputs = loss_input(log_ratios, advantages, episode, old=old)
+    off = torch.tensor(engine or [1.0] * len(ratios), dtype=torch.float64).log()
+    return replace(inputs, engine_logprobs_N=inputs.old_logprobs_N - off)
 
 
 def gradient(loss, inputs):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
 import architectures
 import numpy as np
 import pytest
 import torch
-from learners import learner_of
-from peft import LoraConfig, get_peft_model
+from learners import adapted, learner_of
 
 from gspo_env.batch import Sample, pack
 from gspo_env.errors import BatchError
@@ -20,10 +18,7 @@ from gspo_env.learner import GSPO
 def with_dropout(kind, model):
     """A model whose dropout is in its adapter's modules, or in its layers' own code."""
     if kind == "adapter":
-        adapter = LoraConfig(
-            r=2, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False
-        )
-        return get_peft_model(copy.deepcopy(model), adapter)
+        return adapted(model, lora_dropout=0.5)
     return architectures.build("OPT", vocab_size=200, dropout=0.5)
 
 

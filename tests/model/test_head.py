@@ -86,15 +86,12 @@ def test_the_learner_has_the_gradient_of_full_logits(model, samples, gradients, 
 
 
 def test_an_adapter_on_the_head_counts(model, samples):
-    from peft import LoraConfig, get_peft_model
-
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     model.config.tie_word_embeddings = False
-    adapter = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    adapted = get_peft_model(model, adapter)
-    learner = learner_of(adapted)
+    policy = learners.adapted(model, target_modules=["q_proj", "lm_head"])
+    learner = learner_of(policy)
     assert learner.scorer.head is None
-    merged = learner_of(copy.deepcopy(adapted).double().merge_and_unload().requires_grad_())
+    merged = learner_of(copy.deepcopy(policy).double().merge_and_unload().requires_grad_())
     batch = pack(samples)
     torch.testing.assert_close(learner.logprobs(batch), merged.logprobs(batch), rtol=0, atol=1e-9)
 

@@ -94,19 +94,13 @@ def change(file, **values):
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def test_pickled_weights_run_nothing(folder):
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "part.bin"])
+def test_pickled_weights_run_nothing_also_where_an_index_names_them(folder, name):
     (folder / "model.safetensors").unlink()
-    torch.save({"lm_head.weight": Payload()}, folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="cannot load the model"):
-        load_model(str(folder))
-    assert not Path("proof").exists()
-
-
-def test_an_index_of_weights_that_names_a_pickle_runs_nothing(folder):
-    (folder / "model.safetensors").unlink()
-    torch.save({"lm_head.weight": Payload()}, folder / "part.bin")
-    index = {"metadata": {}, "weight_map": {"lm_head.weight": "part.bin"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    torch.save({"lm_head.weight": Payload()}, folder / name)
+    if name == "part.bin":
+        index = {"metadata": {}, "weight_map": {"lm_head.weight": name}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match="cannot load the model"):
         load_model(str(folder))
     assert not Path("proof").exists()

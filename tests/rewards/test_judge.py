@@ -316,16 +316,21 @@ def test_a_judge_is_an_argument_of_gymnasium_make_and_sees_nothing_alone(server)
     assert scored.episodes[0].outcome == 0.3
 
 
-def test_a_judge_in_the_rewards_of_a_dataset_trains_and_its_losses_are_counted(
-    server, tmp_path, monkeypatch
-):
+@pytest.fixture
+def files(server, tmp_path, monkeypatch):
+    """A working folder with rows and rewards."""
     monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"Say {n}", "completion": f"quality {n}"} for n in range(20)]
+    rows = [{"prompt": f"Say {n}", "completion": f"quality {n}", "n": n} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "judges.py").write_text(
         "from gspo_env.rewards import Judge\n"
         f"JUDGE = Judge(url={server.url!r}, model='m', retries=0, backoff=0.01, repeat=0.5)\n"
+        "def flat(attempt): return 0.25\n"
+        "def matches(attempt): return float(str(attempt.row['n']) in attempt.text)\n"
     )
+
+
+def test_a_judge_in_the_rewards_of_a_dataset_trains_and_its_losses_are_counted(server, files):
     server.answer = lambda question: good(question) if "quality" in question else "0"
     server.before = lambda number, question: 500 if number % 10 == 0 else None
     config = tiny(
@@ -343,16 +348,7 @@ def test_a_judge_in_the_rewards_of_a_dataset_trains_and_its_losses_are_counted(
     assert any("eval/reward/judge" in m for _, m in history)
 
 
-def test_a_kept_run_is_scored_again_with_other_rewards(server, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"Say {n}", "completion": f"quality {n}", "n": n} for n in range(20)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "judges.py").write_text(
-        "from gspo_env.rewards import Judge\n"
-        f"JUDGE = Judge(url={server.url!r}, model='m', backoff=0.01)\n"
-        "def flat(attempt): return 0.25\n"
-        "def matches(attempt): return float(str(attempt.row['n']) in attempt.text)\n"
-    )
+def test_a_kept_run_is_scored_again_with_other_rewards(server, files, capsys):
     server.answer = lambda question: good(question) if "| quality" in question else "0"
     config = tiny(
         env="gspo/Dataset-v0",

@@ -5,28 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from learners import loss_input
 
 from gspo_env.errors import ConfigError
-from gspo_env.learner import GSPO, LossInput
+from gspo_env.learner import GSPO
 from gspo_env.registry import find
 from studies.credit.adaptive_clip import AdaptiveClip
 
 
 def inputs_of(ratio, advantage, turns=(0, 0), episodes=(0, 0)):
-    logprobs = torch.log(torch.as_tensor(ratio, dtype=torch.float64)).expand(len(turns)).clone()
-    return LossInput(
-        logprobs_N=logprobs.requires_grad_(),
-        old_logprobs_N=torch.zeros(len(turns), dtype=torch.float64),
-        advantages_N=torch.as_tensor(advantage, dtype=torch.float64).expand(len(turns)),
-        episode_N=torch.tensor(episodes),
-        turn_N=torch.tensor(turns),
-        reference_logprobs_N=None,
-        engine_logprobs_N=None,
-        num_episodes=max(episodes) + 1,
-        num_turns=max(turns) + 1,
-        episodes=max(episodes) + 1,
-        tokens=len(turns),
-    )
+    return loss_input(np.log(ratio), advantage, episodes, turns)
 
 
 def evaluate(loss, inputs):
