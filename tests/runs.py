@@ -5,6 +5,17 @@ from __future__ import annotations
 from gspo_env.config import Config, override
 
 
+def write_env(path, step, reset="return 'say', {}", **methods):
+    """Writes an environment `Own`, whose methods have these bodies, to a file."""
+    bodies = {
+        "reset(self, *, seed=None, options=None)": f"super().reset(seed=seed)\n        {reset}",
+        "step(self, action)": step,
+        **{f"{name}(self)": body for name, body in methods.items()},
+    }
+    text = "from gspo_env import TextEnv\nclass Own(TextEnv):\n"
+    path.write_text(text + "".join(f"    def {n}:\n        {b}\n" for n, b in bodies.items()))
+
+
 def tiny(**changes):
     """The settings of a run of the tiny model that takes seconds."""
     settings = {

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
+from runs import write_env
 
 from gspo_env import TextEnv, ToolEnv, tool
 from gspo_env.chat import TextEncoder
@@ -471,16 +472,7 @@ class Plain(Buggy):
 
 
 def test_the_check_says_what_counts_as_a_success_where_the_environment_does_not(tmp_path, capsys):
-    (tmp_path / "mine.py").write_text(
-        "from gspo_env import TextEnv\n"
-        "class Mine(TextEnv):\n"
-        "    def reset(self, *, seed=None, options=None):\n"
-        "        super().reset(seed=seed)\n"
-        "        return 'go', {}\n"
-        "    def step(self, action):\n"
-        "        return '', 0.5, True, False, {}\n"
-    )
-    main(["envs", "--check", f"{tmp_path}/mine.py:Mine"])
-    assert "Success: every outcome above 0, because the last `info` has no" in (
-        capsys.readouterr().out
-    )
+    write_env(tmp_path / "own.py", "return '', 0.5, True, False, {}")
+    main(["envs", "--check", f"{tmp_path}/own.py:Own"])
+    said = capsys.readouterr().out
+    assert "Success: every outcome above 0, because the last `info` has no" in said

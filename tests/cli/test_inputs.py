@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from cli_errors import refused
+from runs import write_env
 
 from gspo_env.cli.main import main, parse
 
@@ -136,13 +137,7 @@ def test_a_constructor_that_raises_is_one_sentence_with_its_line(capsys, tmp_pat
 
 
 def test_a_check_of_an_environment_that_does_not_close_says_so(capsys, tmp_path):
-    (tmp_path / "own.py").write_text(
-        "from gspo_env import TextEnv\nclass Own(TextEnv):\n"
-        "    def reset(self, *, seed=None, options=None):\n"
-        "        super().reset(seed=seed)\n        return 'a', {}\n"
-        "    def step(self, action):\n        return 'b', 1.0, True, False, {}\n"
-        "    def close(self):\n        1 / 0\n"
-    )
+    write_env(tmp_path / "own.py", "return 'b', 1.0, True, False, {}", close="1 / 0")
     assert "ZeroDivisionError" in refused(capsys, "envs", "--check", "own.py:Own")
 
 

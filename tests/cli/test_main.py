@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from cli_errors import refused
+from runs import write_env
 
 from gspo_env.cli.main import COMMANDS, main, parse
 from gspo_env.config import Config, read_toml
@@ -125,17 +126,6 @@ def test_a_model_without_a_tokenizer_or_its_chat_template_is_one_sentence(
     assert "chat template" in refused(capsys, "train", "--model", "silent")
 
 
-BROKEN = """
-from gspo_env import TextEnv
-class Broken(TextEnv):
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return "go", {}
-    def step(self, action):
-        return RESULT
-"""
-
-
 @pytest.mark.parametrize(
     ("result", "words"),
     [
@@ -145,10 +135,9 @@ class Broken(TextEnv):
     ],
 )
 def test_a_broken_environment_is_one_sentence_and_leaves_nothing(capsys, tmp_path, result, words):
-    source = tmp_path / "broken.py"
-    source.write_text(BROKEN.replace("RESULT", result))
-    assert words in refused(capsys, "train", "--env", f"{source}:Broken")
-    assert {path.name for path in tmp_path.iterdir()} <= {"broken.py", "__pycache__"}
+    write_env(tmp_path / "own.py", f"return {result}")
+    assert words in refused(capsys, "train", "--env", "own.py:Own")
+    assert {path.name for path in tmp_path.iterdir()} <= {"own.py", "__pycache__"}
 
 
 def test_an_output_that_cannot_be_written_is_one_sentence(capsys, tmp_path):

@@ -4,6 +4,7 @@ import io
 import re
 
 import pytest
+from runs import write_env
 
 from gspo_env.cli.main import main
 from gspo_env.model.load import save_model
@@ -37,39 +38,23 @@ def test_a_call_of_a_tool_is_typed_in_short_and_a_wrong_one_is_asked_again(monke
 
 
 def test_an_action_of_several_lines_is_one_action(monkeypatch, capsys, tmp_path):
-    (tmp_path / "echo.py").write_text(
-        "from gspo_env import TextEnv\n"
-        "class Echo(TextEnv):\n"
-        "    def reset(self, *, seed=None, options=None):\n"
-        "        return 'say', {}\n"
-        "    def step(self, action):\n"
-        "        return repr(action) + '\\x1b[2J', 1.0, True, False, {}\n"
-    )
+    step = "return repr(action) + '\\x1b[2J', 1.0, True, False, {}"
+    write_env(tmp_path / "own.py", step)
     monkeypatch.chdir(tmp_path)
-    output = played(monkeypatch, capsys, '"""\none\ntwo\n"""\n', "echo.py:Echo")
+    output = played(monkeypatch, capsys, '"""\none\ntwo\n"""\n', "own.py:Own")
     assert "'one\\ntwo'" in output
     assert "\x1b" not in output
 
 
-HOSTILE = r"""
-from gspo_env import TextEnv
-
-class Hostile(TextEnv):
-    def reset(self, *, seed=None, options=None):
-        return 'h\u00e9 \x1b[31m', {}
-    def step(self, action):
-        return repr(action), 1.0, True, False, {}
-"""
-
-
 def test_neither_bytes_that_are_no_text_nor_a_narrow_terminal_end_the_game(monkeypatch, tmp_path):
-    (tmp_path / "hostile.py").write_text(HOSTILE)
+    reset = r"return 'h\u00e9 \x1b[31m', {}"
+    write_env(tmp_path / "own.py", "return repr(action), 1.0, True, False, {}", reset)
     monkeypatch.chdir(tmp_path)
     typed, shown = io.BytesIO(b"\xff\xfe h\xc3\xa9\n"), io.BytesIO()
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(typed, encoding="utf-8"))
     out = io.TextIOWrapper(shown, encoding="ascii", write_through=True)
     monkeypatch.setattr("sys.stdout", out)
-    main(["play", "hostile.py:Hostile"])
+    main(["play", "own.py:Own"])
     output = shown.getvalue().decode()
     assert "user: h\\xe9 \\x1b[31m" in output
     assert r"\\xff\\xfe h\xe9" in output
@@ -83,16 +68,9 @@ def test_the_end_of_the_input_ends_the_episode(monkeypatch, capsys):
 def test_an_environment_that_fails_says_how_and_one_without_a_demonstrator_says_so(
     monkeypatch, capsys, tmp_path
 ):
-    (tmp_path / "bad.py").write_text(
-        "from gspo_env import TextEnv\n"
-        "class Bad(TextEnv):\n"
-        "    def reset(self, *, seed=None, options=None):\n"
-        "        return 'say', {}\n"
-        "    def step(self, action):\n"
-        "        raise OSError('no disk')\n"
-    )
+    write_env(tmp_path / "own.py", "raise OSError('no disk')")
     monkeypatch.chdir(tmp_path)
-    output = played(monkeypatch, capsys, "/expert\nsomething\n", "bad.py:Bad")
+    output = played(monkeypatch, capsys, "/expert\nsomething\n", "own.py:Own")
     assert "this environment has no demonstrator" in output
     assert "The environment failed: " in output
     assert "no disk" in output

@@ -14,6 +14,7 @@ import httpx2 as httpx
 import pytest
 from cli_errors import refused
 from runs import tiny
+from talks import TALK, TOOL, write
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.serve import KEY, Serve, settings
@@ -22,30 +23,11 @@ from gspo_env.errors import ConfigError
 from gspo_env.model.load import save_model
 from gspo_env.types import Task
 
-HI = {"model": "m", "messages": [{"role": "user", "content": "amber"}]}
-CALL = {"type": "function", "function": {"name": "lookup", "arguments": '{"key": "amber"}'}}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Looks a key up.",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
-    },
-}
-TALK = [
-    {"role": "system", "content": "Use the tool."},
-    {"role": "user", "content": "What is amber?"},
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "content": "river", "tool_call_id": "1"},
-    {"role": "assistant", "content": "river"},
-]
-
 
 def imitated(path, **shape):
     """A run's folder with a tiny model that imitated a conversation."""
-    lines = path / "talks.jsonl"
-    lines.write_text(json.dumps({"messages": TALK, "tools": [TOOL]}) + "\n")
-    recipe = {"conversations": str(lines), "imitation_steps": 60, **shape}
+    lines = write(path / "talks.jsonl", {"messages": TALK, "tools": [TOOL]})
+    recipe = {"conversations": lines, "imitation_steps": 60, **shape}
     limits = {"max_turn_tokens": 16, "max_context": 128, "group_size": 2}
     agent = GSPOAgent(config=tiny(recipe=recipe, rollout=limits))
     agent.warm_up()
@@ -89,7 +71,7 @@ def test_the_model_that_imitated_a_program_answers_it_behind_the_port(folder):
         result = {"role": "tool", "tool_call_id": call["id"], "content": "river"}
         ask["messages"] = [*TALK[:2], got["choices"][0]["message"], result]
         got = httpx.post(url, json=ask, headers=headers, timeout=60).json()
-        assert got["choices"][0]["message"]["content"] == "river"
+        assert got["choices"][0]["message"]["content"] == "It is river."
         errors = (folder.parent / "serve.err").read_text()
         assert "Loading weights" not in errors
         assert '"POST /v1/chat/completions HTTP/1.1" 401' in errors

@@ -3,6 +3,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from talks import TALK, TOOL, write
 
 from gspo_env.chat import ChatTokenizer, tokenize
 from gspo_env.chat.action import message_for_template
@@ -17,35 +18,7 @@ from gspo_env.recipes.conversations import (
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.tool_calls import parse_message
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Looks.",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
-    },
-}
-CALL = {
-    "id": "call00001",
-    "type": "function",
-    "function": {"name": "lookup", "arguments": '{"key": "amber"}'},
-}
-ROW = {
-    "messages": [
-        {"role": "system", "content": "Use the tool."},
-        {"role": "user", "content": "What is amber?"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "call00001", "content": "river"},
-        {"role": "assistant", "content": "It is river."},
-    ],
-    "tools": [TOOL],
-    "reward": 1.0,
-}
-
-
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+ROW = {"messages": TALK, "tools": [TOOL], "reward": 1.0}
 
 
 def line_with(place, fields, line=None):
