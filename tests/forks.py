@@ -225,11 +225,19 @@ def computed_and_distinct(episode: Episode) -> tuple[int, int]:
     """Returns the tokens that an update computes, and those of the tree of all prefixes."""
     samples = to_samples([episode], [np.zeros(len(episode.turns))])
     computed = sum(len(pack(rows).input_ids_T) for rows in microbatches(samples, 8192, share=True))
-    nodes: set[tuple[int, int]] = set()
+    return computed, count_prefixes(s.token_ids.tolist() for s in episode.sequences)
+
+
+def fed_at_least(episodes) -> int:
+    """Returns the tokens that a rollout has to compute: all but the last of each sequence."""
+    return count_prefixes(s.token_ids.tolist()[:-1] for e in episodes for s in e.sequences)
+
+
+def count_prefixes(sequences) -> int:
+    """Returns the number of nodes of the tree of all prefixes."""
     names: dict[tuple[int, int], int] = {}
-    for sequence in episode.sequences:
+    for ids in sequences:
         at = 0
-        for token in sequence.token_ids.tolist():
+        for token in ids:
             at = names.setdefault((at, token), len(names) + 1)
-            nodes.add((at, token))
-    return computed, len(nodes)
+    return len(names)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Annotated, Any
@@ -32,6 +32,8 @@ from gspo_env.types import Episode, Group, ResetInfo, StepInfo, StopReason, Task
 
 Point = tuple[int, int]
 """A turn to branch at: the index of an episode in its group, and of its turn."""
+Sessions = dict[tuple[int, ...], dict[int, str]]
+"""The engine's names of the caches of episodes, by the ids of the last sequence."""
 _SNAPSHOT = "gspo_env.snapshot"
 """The key of `info` under which a `_SnapshotPool` keeps results and states."""
 
@@ -184,14 +186,25 @@ class BranchingCollector(Collector):
             EnvironmentContractError: The environment does not replay, or does not declare that its
                 tools can be called again.
         """
-        group = await self._part(_SnapshotPool(self.pool)).play(request, gate)
+        sessions: Sessions = {}
+        try:
+            return await self._play(request, gate, sessions)
+        finally:
+            for name in [name for names in sessions.values() for name in names.values()]:
+                self.engine.release(name)
+
+    async def _play(
+        self, request: RolloutRequest, gate: asyncio.Semaphore, sessions: Sessions
+    ) -> Group:
+        first = self._part(_SnapshotPool(self.pool), partial(KeepingPolicy, kept=sessions))
+        group = await first.play(request, gate)
         episodes: list[Episode] = [
             _numbered(episode, number, None, 0) for number, episode in enumerate(group.episodes)
         ]
         seconds, done = group.seconds, set[Point]()
         while point := self._next(episodes, done):
             done.add(point)
-            branches = await self._branch(request, episodes[point[0]], point, gate)
+            branches = await self._branch(request, episodes[point[0]], point, gate, sessions)
             seconds += branches.seconds
             for episode in branches.episodes:
                 if len(episode.turns) > point[1] or episode.failed:
@@ -211,13 +224,19 @@ class BranchingCollector(Collector):
         return None
 
     async def _branch(
-        self, request: RolloutRequest, past: Episode, point: Point, gate: asyncio.Semaphore
+        self,
+        request: RolloutRequest,
+        past: Episode,
+        point: Point,
+        gate: asyncio.Semaphore,
+        sessions: Sessions,
     ) -> Group:
         """Plays all continuations of a turn."""
         shared = point[1]
+        sources = sessions.get(tuple(past.sequences[-1].token_ids.tolist()), {})
         collector = self._part(
             _SnapshotPool(self.pool, past, shared),
-            partial(ContinuationPolicy, past=past, shared=shared),
+            partial(ContinuationPolicy, past=past, shared=shared, sources=sources),
         )
         again = replace(
             request,
@@ -236,11 +255,31 @@ class BranchingCollector(Collector):
             episodes.append(replace(episode, turns=turns, reset=past.reset))
         return replace(branches, episodes=tuple(episodes))
 
-    def _part(self, pool: _SnapshotPool, policy: Any = EnginePolicy) -> Collector:
+    def _part(self, pool: _SnapshotPool, policy: Any) -> Collector:
         event = asyncio.Event()  # a new collector sets its own
         part = replace(self.plain, pool=pool, policy=policy, weights_ready=event)  # type: ignore[arg-type]
         part.weights_ready = self.weights_ready
         return part
+
+
+class KeepingPolicy(EnginePolicy):
+    """Keeps what the engine caches of its episode, for those that branch from it.
+
+    Args:
+        kept: Gets the names of its caches.
+    """
+
+    def __init__(self, *args: Any, kept: Sessions) -> None:
+        super().__init__(*args)
+        self.kept = kept
+
+    def release(self) -> None:
+        """See `EnginePolicy.release`."""
+        ids = tuple(self.transcript.ids) if self.transcript else ()
+        if ids in self.kept:  # of an equal episode
+            super().release()
+        else:
+            self.kept[ids] = self.sessions
 
 
 class ContinuationPolicy(EnginePolicy):
@@ -249,11 +288,12 @@ class ContinuationPolicy(EnginePolicy):
     Args:
         past: The episode.
         shared: Number of turns that are repeated.
+        sources: The engine's caches of the episode, as far as they are kept.
     """
 
-    def __init__(self, *args: Any, past: Episode, shared: int) -> None:
+    def __init__(self, *args: Any, past: Episode, shared: int, sources: Mapping[int, str]) -> None:
         super().__init__(*args)
-        self.past, self.shared, self.sampler = past, shared, self.engine
+        self.past, self.shared, self.sampler, self.sources = past, shared, self.engine, sources
 
     async def __call__(self, inputs: PolicyInput) -> PolicyOutput:
         """See `gspo_env.rollout.play.Policy`.
@@ -267,6 +307,9 @@ class ContinuationPolicy(EnginePolicy):
             check_branching(inputs.env, self.past)
         is_past = turn < self.shared
         self.engine = _Recorded(self.past.turns[turn]) if is_past else self.sampler
+        if turn == self.shared:
+            for number in self.sessions.keys() & self.sources.keys():
+                self.sampler.fork(self.sessions[number], self.sources[number])
         output = await super().__call__(inputs)
         if turn <= self.shared and output.stop is not StopReason.MAX_CONTEXT:
             self._verify(inputs, output)

@@ -161,6 +161,7 @@ def test_engine_and_trainer_agree_on_branched_episodes_and_the_common_past_is_co
     played = episodes(groups)
     assert sum(map(bool, map(shared_turns, played))) > 20
     assert forks.differences(player.model, played).max() <= 1e-4
+    assert running.engine.fed_tokens <= 1.1 * forks.fed_at_least(played)
     for group in groups:
         samples = to_samples(group.episodes, estimate([group], BranchBaseline()).advantages[0])
         trained = sum(int(sample.mask.sum()) for sample in samples)

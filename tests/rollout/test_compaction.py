@@ -80,9 +80,10 @@ def scripted(chat, summary, make=Long, compaction=COMPACTION, **limits):
 
 @pytest.fixture(scope="module")
 def compacted(player):
-    """Groups that a real model played, and the collector without compaction."""
+    """Groups that a real model played, the tokens it computed, a collector without compaction."""
     running = collector(player, Long, **LIMITS)
-    return play(COMPACTION.wrap(running), tasks=6, size=4), running
+    groups = play(COMPACTION.wrap(running), tasks=6, size=4)
+    return groups, running.engine.fed_tokens, running
 
 
 def summaries(episode):
@@ -91,7 +92,7 @@ def summaries(episode):
 
 
 def test_episodes_that_outgrow_the_context_end_regularly_only_with_compaction(compacted):
-    groups, running = compacted
+    groups, _, running = compacted
     ends = Counter(e.stop_reason for e in episodes(play(running, tasks=6, size=4)))
     assert ends[StopReason.TERMINATED] == 0
     assert ends[StopReason.MAX_CONTEXT] > 12
@@ -121,11 +122,12 @@ def test_a_sequence_begins_with_task_summary_and_observation_and_no_text_is_a_co
 
 
 def test_every_sampled_token_is_trained_once_where_the_engine_sampled_it(compacted, player):
-    played = episodes(compacted[0])
+    played, fed_tokens = episodes(compacted[0]), compacted[1]
     samples = to_samples(played, [np.ones(len(e.turns)) for e in played])
     assert sum(int(s.mask.sum()) for s in samples) == sum(e.model_tokens for e in played)
     assert all(len(q.token_ids) <= LIMITS["max_context"] for e in played for q in e.sequences)
     assert forks.differences(player.model, played).max() <= 1e-4
+    assert fed_tokens <= 1.1 * forks.fed_at_least(played)
 
 
 @pytest.mark.parametrize("estimator", [Outcome(), ReturnsToGo()], ids=repr)
