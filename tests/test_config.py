@@ -194,11 +194,6 @@ def test_an_argument_that_toml_cannot_hold_is_named():
     assert "gone" not in to_toml(Config(env_kwargs={"gone": None}))
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot read the config file .*none\.toml"):
-        load_toml(tmp_path / "none.toml")
-
-
 def test_parameters_are_flat_and_complete():
     flat = flatten(Config(), mappings=False)
     assert flat["learner.learning_rate"] == 1e-6

@@ -148,25 +148,3 @@ def test_the_settings_of_each_size_are_settings_of_a_run():
 def test_tables_are_those_of_the_code(path):
     tables = runpy.run_path(str(ROOT / "docs/tables.py"))
     assert tables["filled"](path.read_text()) == path.read_text(), "run python docs/tables.py"
-
-
-def _messages():
-    """Every text of the package, with "…" for what is filled in."""
-    for folder in ("gspo_env", "envs", "agents"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.JoinedStr):
-                    parts = node.values
-                    yield "".join(p.value if isinstance(p, ast.Constant) else "…" for p in parts)
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    yield re.sub(r"%\w+", "…", node.value)
-
-
-QUOTED = re.findall(r"^> (.+)$", (ROOT / "docs/runs.md").read_text(), re.MULTILINE)
-
-
-def test_the_page_of_errors_quotes_what_the_program_says():
-    messages = [re.sub("…+", "…", text) for text in _messages()]
-    assert len(QUOTED) > 9
-    missing = [quote for quote in QUOTED if not any(quote.strip("… ") in text for text in messages)]
-    assert not missing

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import time
 
 import pytest
 
@@ -46,7 +45,5 @@ def test_jobs_run_in_other_processes_and_those_whose_process_dies_are_lost(work,
 
 
 def test_an_error_of_one_job_stops_the_others_and_is_raised(work):
-    started = time.monotonic()
     with pytest.raises(ValueError, match="no such thing"):
         list(in_processes(work.fail_for_one, ["bad", "good"], 2, print))
-    assert time.monotonic() - started < 100

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pretend_judge import serve
 
 from gspo_env import check_env, format_tool_call, make_env, tool
 from gspo_env.errors import ConfigError, ToolServerError
@@ -187,56 +185,29 @@ def test_wrong_arguments_are_refused(arguments: dict[str, str], sentence: str) -
         make_env("gspo/Dialogue-v0", **arguments)
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Serve chat completions from a list of contents; returns the address, contents, requests."""
-    contents: list[Any] = []
-    requests: list[Any] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            requests.append({**json.loads(body), "key": self.headers["Authorization"]})
-            content = contents.pop(0) if contents else None
-            self.send_response(200)
-            self.end_headers()
-            answer = {"choices": [{"message": {"role": "assistant", "content": content}}]}
-            self.wfile.write(json.dumps(answer).encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as running:
-        thread = threading.Thread(target=running.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{running.server_port}/v1", contents, requests
-        running.shutdown()
-        thread.join()
-
-
 def test_a_model_plays_the_user_with_the_goal_as_its_instructions(
-    server: tuple[str, list[Any], list[Any]], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("USER_KEY", "secret")
-    url, contents, requests = server
-    contents += ["Hi, my order!", "It is 7.", "Thanks! ###STOP###"]
     headers = {"Authorization": "Bearer ${USER_KEY}"}
-    env: Any = make_env("gspo/Dialogue-v0", user=url, user_model="m", headers=headers)
-    assert env.unwrapped.blocking
-    assert not env.unwrapped.replays
-    assert env.reset(seed=0)[0] == "Hi, my order!"
-    assert env.step("Which number?")[:3] == ("It is 7.", 0.0, False)
-    observation, _, terminated, *_ = env.step(DONE)
+    contents = iter(["Hi, my order!", "It is 7.", "Thanks! ###STOP###"])
+    with serve(lambda question: next(contents)) as server:
+        env: Any = make_env("gspo/Dialogue-v0", user=server.url, user_model="m", headers=headers)
+        assert env.unwrapped.blocking
+        assert not env.unwrapped.replays
+        assert env.reset(seed=0)[0] == "Hi, my order!"
+        assert env.step("Which number?")[:3] == ("It is 7.", 0.0, False)
+        observation, _, terminated, *_ = env.step(DONE)
     assert (observation, terminated) == ("Thanks!", True)
-    assert requests[0]["key"] == "Bearer secret"
-    roles = [message["role"] for message in requests[-1]["messages"]]
+    assert server.keys[0] == "Bearer secret"
+    messages = json.loads(server.answered[-1])["messages"]
+    roles = [message["role"] for message in messages]
     assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
-    assert "order" in requests[-1]["messages"][0]["content"]
+    assert "order" in messages[0]["content"]
 
 
-def test_a_user_without_an_answer_is_a_failure_and_no_zero(
-    server: tuple[str, list[Any], list[Any]],
-) -> None:
-    env: Any = make_env("gspo/Dialogue-v0", user=server[0])
-    with pytest.raises(ToolServerError, match="did not answer: its answer has no text"):
-        env.reset(seed=0)
+def test_a_user_without_an_answer_is_a_failure_and_no_zero() -> None:
+    with serve(lambda question: "") as server:
+        env: Any = make_env("gspo/Dialogue-v0", user=server.url)
+        with pytest.raises(ToolServerError, match="did not answer: its answer has no text"):
+            env.reset(seed=0)

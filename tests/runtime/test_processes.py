@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from jails import eventually, is_alive
 
 from gspo_env.runtime.processes import PrivateFolder, spawn
 
@@ -48,20 +48,7 @@ time.sleep(600)
 
 
 def descendants(pid):
-    return psutil.Process(pid).children(recursive=True)
-
-
-def wait_until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
-def is_running(process):
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
+    return [process.pid for process in psutil.Process(pid).children(recursive=True)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
@@ -77,18 +64,18 @@ def test_neither_a_process_nor_a_folder_outlives_a_killed_trainer(number):
         assert len(family) == 6  # two guards, the command, and its three
         assert folder.stat().st_mode & 0o777 == 0o700
         os.kill(trainer.pid, number)
-    assert wait_until(lambda: not any(map(is_running, family)))
-    assert wait_until(lambda: not folder.exists())
+    assert eventually(lambda: not any(map(is_alive, family)))
+    assert eventually(lambda: not folder.exists())
 
 
 def test_a_command_that_ends_leaves_no_descendant_and_its_exit_code(tmp_path):
     with (tmp_path / "log").open("wb") as log:
         guard = spawn([sys.executable, "-c", TREE, "ends"], log=log, grace=0.3)
-        wait_until(lambda: len(descendants(guard.process.pid)) == 4)
+        eventually(lambda: len(descendants(guard.process.pid)) == 4)
         family = descendants(guard.process.pid)
         assert guard.process.wait(20) == 0
     assert len(family) >= 3
-    assert not any(map(is_running, family))
+    assert not any(map(is_alive, family))
     for code, expected in (("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)):
         ended = spawn([sys.executable, "-c", code], log=subprocess.DEVNULL)
         assert ended.process.wait(20) == expected
@@ -97,11 +84,11 @@ def test_a_command_that_ends_leaves_no_descendant_and_its_exit_code(tmp_path):
 def test_a_command_whose_guard_is_killed_ends_as_well():
     code = "import time; time.sleep(600)"
     guard = spawn([sys.executable, "-c", code], log=subprocess.DEVNULL)
-    assert wait_until(lambda: descendants(guard.process.pid))
+    assert eventually(lambda: descendants(guard.process.pid))
     (command,) = descendants(guard.process.pid)
     guard.process.kill()
     guard.process.wait(20)
-    assert wait_until(lambda: not is_running(command))
+    assert eventually(lambda: not is_alive(command))
 
 
 def test_shared_memory_of_a_command_does_not_outlive_it():
@@ -114,7 +101,7 @@ def test_shared_memory_of_a_command_does_not_outlive_it():
     time.sleep(600)
     """
     guard = spawn([sys.executable, "-c", textwrap.dedent(code)], log=subprocess.DEVNULL)
-    assert wait_until(lambda: os.path.exists(name))
+    assert eventually(lambda: os.path.exists(name))
     time.sleep(0.2)
     assert guard.end() == 0
     assert not os.path.exists(name)
@@ -125,7 +112,7 @@ def test_signals_that_reach_a_guard_do_not_end_it_and_a_command_gets_the_default
     code = "import signal, time; print(signal.getsignal(2), flush=True); time.sleep(600)"
     with (tmp_path / "log").open("wb") as log:
         guard = spawn([sys.executable, "-c", code], log=log)
-    assert wait_until(lambda: (tmp_path / "log").read_text())
+    assert eventually(lambda: (tmp_path / "log").read_text())
     assert "default_int_handler" in (tmp_path / "log").read_text()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(guard.process.pid, number)
@@ -138,7 +125,7 @@ def test_signals_that_reach_a_guard_do_not_end_it_and_a_command_gets_the_default
     assert guard.end() == 0
     folder.close()
     folder.close()
-    assert not any(map(is_running, family))
+    assert not any(map(is_alive, family))
     assert not folder.path.exists()
 
 
@@ -186,8 +173,8 @@ def test_tools_that_run_for_a_policy_end_with_the_trainer():
         assert len(family) >= 3  # a query's, a program's, the guard of its folder
         assert list(folder.iterdir())
         trainer.kill()
-    assert wait_until(lambda: not any(map(is_running, family)))
-    assert wait_until(lambda: not folder.exists())
+    assert eventually(lambda: not any(map(is_alive, family)))
+    assert eventually(lambda: not folder.exists())
 
 
 COMPARE = """
@@ -209,10 +196,8 @@ def test_workers_of_a_comparison_end_with_it_busy_or_idle(tmp_path):
     (tmp_path / "main.py").write_text(COMPARE)
     command = [sys.executable, str(tmp_path / "main.py"), str(tmp_path)]
     with subprocess.Popen(command) as trainer:
-        assert wait_until(
-            lambda: (tmp_path / "short").exists() and (tmp_path / "long").exists(), 60
-        )
+        assert eventually(lambda: (tmp_path / "short").exists() and (tmp_path / "long").exists())
         family = descendants(trainer.pid)
         assert len(family) == 3  # two workers and Python's resource tracker
         trainer.kill()
-    assert wait_until(lambda: not any(map(is_running, family)))
+    assert eventually(lambda: not any(map(is_alive, family)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -63,7 +62,6 @@ def test_two_trackers_by_name_of_which_one_always_fails(tmp_path, capsys):
 def test_an_address_that_cannot_work_is_one_sentence_before_anything_is_trained(
     monkeypatch, capsys, uri, words
 ):
-    began = time.monotonic()
     for arguments in [("--tracking-uri", uri)], []:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", "" if arguments else uri)
         with pytest.raises(SystemExit) as stopped:
@@ -77,5 +75,4 @@ def test_an_address_that_cannot_work_is_one_sentence_before_anything_is_trained(
         assert f"{name} is " in line
         assert "secret-word-9" not in line
         assert "--tracker none" in line
-    assert time.monotonic() - began < 60
     assert not Path("out").exists()
