@@ -45,7 +45,7 @@ from gspo_env.model.load import (
     save_adapter,
     save_model,
 )
-from gspo_env.model.threads import use_threads
+from gspo_env.model.threads import is_small, use_threads
 from gspo_env.redaction import write_text
 from gspo_env.registry import load_function
 from gspo_env.rollout.collector import Collector
@@ -123,6 +123,9 @@ class GSPOAgent:
         if torch.cuda.is_available():
             self.model.to("cuda")
         use_threads(self.model)
+        if not self.config.eval_tasks:
+            is_slow = not is_small(self.model) and not torch.cuda.is_available()
+            self.config = replace(self.config, eval_tasks=32 if is_slow else 256)
         self.chat = ChatTokenizer(
             self.tokenizer,
             history=self.config.rewritten_history,
@@ -164,6 +167,9 @@ class GSPOAgent:
         if resumed is None:
             check = partial(check_start, undemonstrated=self._undemonstrated)
             findings = self.environments.guard(check, config, self.environments.envs, self.chat)
+            if self._ranks is None and not is_small(self.model):
+                preflight = load_function("gspo_agents.preflight:check", "preflight")
+                findings += preflight(self, self._start.episodes if self._start else ())
         mode = decide_mode(self.model, config)
         if resumed is not None:
             checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))

@@ -16,7 +16,6 @@ from gspo_env.errors import OutputError
 from gspo_env.health.collapse import EvalSnapshot, find_collapse
 from gspo_env.health.findings import Finding
 from gspo_env.health.record import RunRecord
-from gspo_env.health.startup import check_success
 from gspo_env.learner.stats import TokenValues
 from gspo_env.model.check import RunMode
 from gspo_env.redaction import write_text
@@ -66,10 +65,10 @@ class Reporter:
         """Says what is trained, where, and what is wrong with the settings."""
         look = self._tracker.how_to_look
         folder = self._checkpoints.run
-        opening = _load("terminal:opening")
-        self._progress.line(opening(self.config, env_id, model, folder, look))
+        self._progress.line(_load("terminal:opening")(self.config, env_id, model, folder, look))
         self._progress.begin("start", 0, self.config.steps)
         self._summarise([])
+        self._watch_threads = load_function("gspo_env.model.thread_speed:watch", "threads")(model)
         for finding in findings:
             self.warned(finding)
 
@@ -92,6 +91,7 @@ class Reporter:
             tokens_per_second=stats.tokens / stats.seconds,
             clipped=metrics.get("train/clipped_fraction"),
         )
+        self._watch_threads(stats.tokens / stats.seconds)
         every, last = self.config.eval_every, self.config.steps
         if step == last or (every and step % every == 0):
             self._progress.begin("evaluate", step, last)
@@ -103,7 +103,8 @@ class Reporter:
         if step == 0:
             for source in _load("inputs:inputs")(self.config, evaluation.groups, self._num_tasks):
                 self._tracker.input(source)
-            if finding := check_success(evaluation.groups):
+            check = load_function("gspo_env.health.evaluation:check_first_evaluation", "check")
+            for finding in check(self.config, evaluation.groups):
                 self.warned(finding)
         self._show("evaluate", step, evaluation.sampled, lost=evaluation.lost or None)
         self._progress.begin("train", step, self.config.steps)
@@ -193,10 +194,8 @@ class Reporter:
             lines = [self._checkpoints.stopped(step, steps)]
         else:
             lines = _load("terminal:results")(history, split, skipped_demonstrations)
-            folder = self._checkpoints.run
-            lines.append(f"Model, config and learning curve: {folder}")
-            closing = _load("terminal:closing")
-            lines += closing(history, folder, self._progress.encoding, tasks=len(split.tasks))
+            folder, encoding = self._checkpoints.run, self._progress.encoding
+            lines += _load("terminal:closing")(history, folder, encoding, tasks=len(split.tasks))
         lines += self._tracker.problems
         if self._tracker.how_to_look:
             lines.append(f"Tracked: {self._tracker.how_to_look}")
@@ -209,6 +208,7 @@ class Reporter:
             sample = collector.pool.of(member.env_id).sample
             if sample is not None:
                 self._num_tasks[member.env_id] = attribute(sample, "num_tasks", None)
+        collector.counter = _load("terminal:EpisodeCounter")(self._progress)
         with self._system:
             try:
                 yield
@@ -237,7 +237,7 @@ class Reporter:
             best=max((e.success for e in self._evaluations), default=None),
             mean_return=what.mean_return,
             return_std=what.return_std,
-            **more,
+            **{"calls": what.tool_calls, **what.reward_parts, **more},
         )
 
 

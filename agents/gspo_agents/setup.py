@@ -83,7 +83,7 @@ def imitate(
             "no demonstration fits rollout.max_context %d: none is imitated", max_context
         )
         return
-    total = recipe.imitation_steps
+    total, slow = recipe.imitation_steps, progress.when_slow(5.0)
     previous = 0
 
     def show(step: int, loss: float) -> None:
@@ -93,6 +93,8 @@ def imitate(
         previous = step
         if step % 20 == 0 or step == total:
             progress.update("imitation", step, total, loss=loss)
+        else:
+            slow("imitation", step, total, loss=loss)
 
     embedded.warm_up(model, samples, recipe, config.seed, show, config.learner)
 

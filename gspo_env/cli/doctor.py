@@ -42,7 +42,7 @@ class Doctor:
 
 def diagnose(model: str = "") -> list[Finding]:
     """Checks packages, device, environments, the sandbox, vLLM and, if named, a model."""
-    findings = [_versions(), _device(), _vision(), _environments(), _sandbox(), _vllm()]
+    findings = [_versions(), _device(), _threads(), _vision(), _environments(), _sandbox(), _vllm()]
     return [*findings, _model(model)] if model else findings
 
 
@@ -69,6 +69,12 @@ def _device() -> Finding:
         return Finding("device", f"{name}, {free:.1f} of {total:.1f} GiB free")
     apple = "; Apple's GPU is not used" if torch.backends.mps.is_available() else ""
     return Finding("device", f"CPU, {os.cpu_count()} cores{apple}")
+
+
+def _threads() -> Finding:
+    from gspo_env.model.thread_speed import describe
+
+    return Finding("threads", describe())
 
 
 def _vision() -> Finding:

@@ -64,7 +64,7 @@ class Evaluate:
             raise ConfigError(f"temperature is {self.temperature}; expected a number of at least 0")
         model = self.model or self.folder
         from gspo_env.cli.options import one_or_several
-        from gspo_env.health.startup import check_success
+        from gspo_env.health.evaluation import check_success
         from gspo_env.tracking.console import Progress
 
         if model == "scripted":

@@ -22,7 +22,7 @@ from gspo_env.config import CheckpointConfig, Config, read_toml, to_dict, to_tom
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.files import check_folder
-from gspo_env.health.startup import check_comparison
+from gspo_env.health.evaluation import check_comparison
 from gspo_env.model.load import load_model
 from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.tracking.base import RunInfo, TrackerChoice
@@ -197,7 +197,8 @@ def _results(
         say(f"{len(waiting)} runs to play, warm-ups before: {len(starts)}, {workers} at a time")
     began = time.perf_counter()
     # closed at once, because a traceback would keep the workers alive
-    with stop_on_signals(), closing(_played(list(starts.values()), waiting, workers)) as played:
+    first = list(starts.values())
+    with stop_on_signals(), closing(_played(first, waiting, workers, say)) as played:
         for done, run in enumerate(played, 1):
             minutes = (time.perf_counter() - began) / done * (len(waiting) - done) / 60
             say(f"played {done}/{len(waiting)}  ({minutes:.0f} min left)")
@@ -205,10 +206,12 @@ def _results(
 
 
 def _played(
-    starts: Sequence[Run], waiting: Sequence[Run], workers: int
+    starts: Sequence[Run], waiting: Sequence[Run], workers: int, say: Callable[[str], None]
 ) -> Generator[Run, None, None]:
-    for _ in in_processes(_prepare, starts, workers, _lose):
-        pass
+    began = time.perf_counter()
+    for done, run in enumerate(in_processes(_prepare, starts, workers, _lose), 1):
+        minutes = (time.perf_counter() - began) / done * (len(starts) - done) / 60
+        say(f"warmed up {done}/{len(starts)}, seed {run.seed}  ({minutes:.0f} min left)")
     yield from in_processes(_play, waiting, workers, _lose)
 
 

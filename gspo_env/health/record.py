@@ -23,6 +23,8 @@ _LATE = 0.25
 """Share of the steps that the beginning and the end of a run have."""
 _FEWEST = 3
 """Steps that both have at least, so that one step of chance does not decide."""
+_EVAL_TASKS = 256
+"""Tasks of an evaluation, if the config of the run cannot be read."""
 _MAX_STEP = 1 << 53
 """Every step below is exact as a float; only a damaged file has a higher one."""
 _MAX_VALUE = 1e100
@@ -216,7 +218,7 @@ def _series(steps: Sequence[float], values: Sequence[float]) -> Series:
 
 
 def _evaluations(series: Mapping[str, Series], tasks: object) -> Iterator[EvalSnapshot]:
-    count = tasks if isinstance(tasks, int) and 0 < tasks < _MAX_STEP else Config().eval_tasks
+    count = tasks if isinstance(tasks, int) and 0 < tasks < _MAX_STEP else _EVAL_TASKS
     rows: dict[int, dict[str, float]] = {}
     for name, each in series.items():
         if name.startswith("eval/"):

@@ -15,6 +15,7 @@ from gspo_env.errors import above
 from gspo_env.health.collapse import (
     EvalSnapshot,
     describe_fall,
+    may_be_chance,
     return_fall,
     stays_lower,
     success_fall,
@@ -26,6 +27,11 @@ Explanation = tuple[str, str]
 """What is wrong, and what to try."""
 Check = Callable[[RunRecord, float], Explanation | None]
 
+IMITATE = (
+    "Let the model imitate first: --recipe imitate takes the environment's expert_action, or "
+    "--teacher MODEL the successful episodes of a stronger model, or --conversations FILE. Or use "
+    "easier tasks, or rewards for parts of the way."
+)
 _LONGEST = 160
 """Characters of a quoted text."""
 _ROUNDING = {"float32": 1e-3}
@@ -191,6 +197,7 @@ def stale(run: RunRecord, limit: float) -> Explanation | None:
     limit=3.5,
     needs=("rollout/success",),
     explains=(
+        "worse",
         "clipped",
         "tool_calls",
         "lengths",
@@ -220,6 +227,27 @@ def collapse(run: RunRecord, limit: float) -> Explanation | None:
         f"Lower the learning rate ({setting(run, 'learner.learning_rate')}), use fewer minibatches "
         f"({setting(run, 'learner.minibatches')}) or add --loss.kl-coef 0.01; the best checkpoint "
         "is in checkpoints/best.",
+    )
+
+
+@rule(limit=2.0, needs=("eval/success",))
+def worse(run: RunRecord, limit: float) -> Explanation | None:
+    """The last evaluation has at most half of the best success, by so many standard errors.
+
+    With few episodes that may be chance; `collapse` is more certain.
+    """
+    *before, last = run.evaluations[1:] or run.evaluations
+    best = max(before, key=lambda e: e.success, default=last)
+    if last.success > best.success / 2 or success_fall(best, last) < limit:
+        return None
+    few = may_be_chance(best, last, len(run.evaluations))
+    return (
+        f"The last model is much worse than the best: success is {share(last.success)} after step "
+        f"{last.step} and was {share(best.success)} after step {best.step}"
+        + (f"; with {last.episodes} episodes, that may be chance." if few else "."),
+        "Use checkpoints/best; lower the learning rate "
+        f"({setting(run, 'learner.learning_rate')})"
+        + (f" and raise {setting(run, 'eval_tasks')}." if few else "."),
     )
 
 
@@ -428,11 +456,7 @@ def no_variance(run: RunRecord, limit: float) -> Explanation | None:
             f"sample hotter ({heat}).",
         )
     if run.settings.get("model") and success == 0.0:
-        return text, (
-            "Let the model imitate first: --recipe imitate takes the environment's expert_action, "
-            "or --teacher MODEL the successful episodes of a stronger model, or --conversations "
-            "FILE. Or use easier tasks, or rewards for parts of the way."
-        )
+        return text, IMITATE
     return text, (
         "Normal on hard tasks. Use tasks that the policy solves sometimes (arguments of the "
         f"environment, --curriculum ladder), a stronger model, larger groups ({size}), or rewards "

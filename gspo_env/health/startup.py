@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,24 +10,18 @@ from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config
 from gspo_env.credit.estimators import compares_episodes
 from gspo_env.env.base import TextEnvironment, attribute
-from gspo_env.env.registration import make_env
 from gspo_env.health.findings import Finding, refuse
 from gspo_env.registry import load_function, name_of
-from gspo_env.rollout.failures import close_quietly
-from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, look, play_now
+from gspo_env.rollout.play import look, play_now
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.trust import changed_files
-from gspo_env.types import Group, Task
+from gspo_env.types import Task
 
 FIRST_STEPS = 3
 """Steps after which a run is judged for the first time."""
 _PROMPTS = 32
 """First prompts that are read before a run."""
-_NEARLY_ALL = 0.95
-"""Share of successes in an evaluation from which their definition is doubtful."""
-_EPISODES = 4
-"""Episodes that are played to see whether an environment gives token advantages."""
 
 History = Sequence[tuple[int, Mapping[str, float]]]
 """The metrics of each step."""
@@ -52,7 +45,7 @@ def check_start(
     Raises:
         TrainingError: Nothing can be learned, or the run is strict and there is a finding.
     """
-    findings = list(_check_settings(config, envs))
+    findings = list(check_settings(config, envs))
     for env_id, env in envs.items():
         if env_id in undemonstrated:
             findings.append(_no_demonstrations(env_id))
@@ -61,24 +54,6 @@ def check_start(
     for finding in findings:
         refuse(finding, strict=config.strict)
     return findings
-
-
-def check_comparison(configs: Sequence[Config]) -> None:
-    """Checks the settings of runs in the same environments.
-
-    Raises:
-        TrainingError: Nothing can be learned, or a run is strict and there is a finding.
-    """
-    envs: dict[str, TextEnvironment] = {}
-    try:
-        for member in configs[0].environments:
-            envs[member.env_id] = make_env(member.spec, **member.kwargs)
-        for config in configs:
-            for finding in _check_settings(config, envs):
-                refuse(finding, strict=config.strict)
-    finally:
-        for env in envs.values():
-            close_quietly(env)
 
 
 def check_first_steps(config: Config, history: History, warn: Callable[[Finding], None]) -> None:
@@ -119,30 +94,7 @@ def check_changed_files(folder: Path, settings: Mapping[str, Any]) -> list[Findi
     return [Finding(name="changed_file", text=text, advice=advice)]
 
 
-def check_success(groups: Sequence[Group], when: str = "before training") -> Finding | None:
-    """Returns a finding if nearly all episodes succeed only because their outcome is above 0.
-
-    Args:
-        groups: Episodes of an evaluation.
-        when: When they were played, for the sentence.
-    """
-    episodes = [e for group in groups for e in group.episodes if not e.failed and e.turns]
-    outcomes = [episode.outcome for episode in episodes]
-    if not episodes or any(e.turns[-1].info.success is not None for e in episodes):
-        return None
-    rate = sum(bool(episode.success) for episode in episodes) / len(episodes)
-    if rate < _NEARLY_ALL or min(outcomes) == max(outcomes):
-        return None
-    return Finding(
-        name="success",
-        text=f"{rate:.0%} of the episodes count as a success {when}, because no step sets "
-        "`success` and any outcome above 0 is one; outcomes go from "
-        f"{min(outcomes):.3g} to {max(outcomes):.3g}.",
-        advice="Return info['success'] on the last step.",
-    )
-
-
-def _check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Iterator[Finding]:
+def check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Iterator[Finding]:
     """Yields what is wrong with settings and environments before training.
 
     A few episodes are played if groups have one episode.
@@ -158,7 +110,8 @@ def _check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Iter
             )
     size, episodes = config.rollout.group_size, config.rollout.group_size * config.tasks_per_step
     estimator = config.advantage
-    if size == 1 and compares_episodes(estimator) and not _give_token_advantages(envs, config):
+    gives = load_function("gspo_env.health.evaluation:give_token_advantages", "check")
+    if size == 1 and compares_episodes(estimator) and not gives(envs, config):
         yield Finding(
             name="groups_of_one",
             text=f"rollout.group_size is 1, and the estimator {name_of('advantage', estimator)!r} "
@@ -207,22 +160,3 @@ def _check_prompts(
         advice="Raise max_context or lower max_turn_tokens.",
         hopeless=True,
     )
-
-
-def _give_token_advantages(envs: Mapping[str, TextEnvironment], config: Config) -> bool:
-    """Plays a few episodes; returns whether every environment gives the advantages of tokens."""
-
-    def act(now: PolicyInput) -> PolicyOutput:
-        try:
-            text = str(demonstrator()(now))
-        except NotImplementedError:
-            text = "yes"
-        return PolicyOutput(text=text, action_ids=(0,) * max(1, len(text.split())))
-
-    def gives(env_id: str, env: TextEnvironment) -> bool:
-        tasks = [Task(env_id=env_id, seed=seed) for seed in range(_EPISODES)]
-        played = [play_now(env, task, act, max_turns=config.rollout.max_turns) for task in tasks]
-        turns = [turn for episode in played for turn in episode.turns]
-        return any(turn.info.token_advantages is not None for turn in turns)
-
-    return all(itertools.starmap(gives, envs.items()))

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from gspo_env.registry import load_function
+
 SMALL = 5_000_000
 """Parameters below which one thread is used: where two gain less than a tenth, see
 `benchmarks/threads.py`."""
@@ -23,11 +25,13 @@ _LARGEST = 1 << 25
 def use_threads(model: Any) -> int:
     """Lets torch compute a small model with one thread; returns the number of threads.
 
-    The user's own `OMP_NUM_THREADS` is left as it is, and so is torch's number for larger models.
+    The user's own `OMP_NUM_THREADS` is left as it is. For a larger model, the number that is
+    fastest now is measured.
     """
     keep_memory()
-    if is_small(model) and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    if "OMP_NUM_THREADS" not in os.environ:
+        choose = load_function("gspo_env.model.thread_speed:choose", "threads")
+        torch.set_num_threads(1 if is_small(model) else choose(model))
     return torch.get_num_threads()
 
 

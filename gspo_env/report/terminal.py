@@ -1,4 +1,4 @@
-"""What a training run prints at its start and at its end."""
+"""What a training run prints at its start, while its episodes are played, and at its end."""
 
 from __future__ import annotations
 
@@ -11,16 +11,24 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from gspo_env.compare.stats import success_interval
 from gspo_env.config import Config
 from gspo_env.env.registration import format_env
 from gspo_env.health.collapse import EvalSnapshot, may_be_chance
 from gspo_env.health.record import History
 from gspo_env.redaction import redact
 from gspo_env.registry import name_of
+from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import parts
+from gspo_env.training.split import Split
+from gspo_env.types import Episode
 
 _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 """Bars of a curve, for terminals with Unicode and without."""
+_WIDE = 0.3
+"""Width of a 95 % interval of success from which there are too few episodes."""
+_PATIENCE = 5.0
+"""Seconds between two lines of an `EpisodeCounter`."""
 _WIDTH = 60
 """Maximum characters of a curve."""
 
@@ -66,7 +74,7 @@ def closing(
         folder: Folder of the run.
         encoding: The terminal's encoding.
         tasks: Episodes of an evaluation. The best checkpoint is named if it exists and is better
-            than the last by more than chance.
+            than the last.
     """
     evaluations = [(step, m) for step, m in history if "eval/success" in m]
     # the return, where success never changes
@@ -80,6 +88,7 @@ def closing(
     first, final, top = (form.format(value) for value in (values[0][1], values[-1][1], best))
     run = shlex.quote(str(folder))
     return [
+        f"Model, config and learning curve: {folder}",
         f"{name} {curve} from {first} to {final}, best {top} after step {best_step}",
         *_better_checkpoint(history, folder, tasks),
         f"View:      gspo-env view {run}",
@@ -88,8 +97,29 @@ def closing(
     ]
 
 
-def results(history: History, split: object, skipped_demonstrations: int) -> list[str]:
-    """Returns what a finished run has reached, and what it has left out.
+def _better_checkpoint(history: History, folder: Path, tasks: int) -> list[str]:
+    """Names the best checkpoint, if it is better than the last."""
+    evaluations = [
+        EvalSnapshot.from_metrics(step, metrics, tasks)
+        for step, metrics in history
+        if step > 0 and "eval/success" in metrics
+    ]
+    checkpoint = folder / "checkpoints" / "best"
+    if len(evaluations) < 2 or not (checkpoint / "model").is_dir():
+        return []
+    best, last = max(evaluations, key=lambda e: e.success), evaluations[-1]
+    if best.success <= last.success:
+        return []
+    chance = may_be_chance(best, last, len(evaluations))
+    return [
+        f"Best {best.success:.1%} at step {best.step} is in checkpoints/best, the last is "
+        f"{last.success:.1%}{', which may be chance' if chance else ''}: "
+        f"gspo-env evaluate {shlex.quote(str(checkpoint))}"
+    ]
+
+
+def results(history: History, split: Split, skipped_demonstrations: int) -> list[str]:
+    """Returns what a run has reached, with an interval, and what it left out.
 
     Args:
         history: The metrics of every step.
@@ -102,10 +132,15 @@ def results(history: History, split: object, skipped_demonstrations: int) -> lis
 
     evaluations = [metrics for _, metrics in history if "eval/success" in metrics]
     first, last = evaluations[0], evaluations[-1]
+    count = len(split.tasks)
+    wins = round(last["eval/success"] * count)
+    rows = [[float(n < wins)] for n in range(count)]
+    low, high = success_interval(rows, tasks=split.distinct)
+    few = ": too few to judge" if high - low > _WIDE else ""
     lines = [
         f"Success on {split}: {first['eval/success']:.1%} before training, "
         f"{last['eval/success']:.1%} after (greedy {first['eval/success_greedy']:.1%} and "
-        f"{last['eval/success_greedy']:.1%})."
+        f"{last['eval/success_greedy']:.1%}); 95 % interval after {low:.0%} to {high:.0%}{few}."
     ]
     if skipped := total("train/skipped_steps"):
         lines.append(f"Optimiser steps skipped, because a number was not finite: {skipped:.0f}.")
@@ -138,23 +173,29 @@ def summary(history: History, started: float) -> str:
     return "\n\n".join([*lines, f"    {command}\n"])
 
 
-def _better_checkpoint(history: History, folder: Path, tasks: int) -> list[str]:
-    """Names the best checkpoint, if it is better than the last by more than chance."""
-    evaluations = [
-        EvalSnapshot.from_metrics(step, metrics, tasks)
-        for step, metrics in history
-        if step > 0 and "eval/success" in metrics
-    ]
-    checkpoint = folder / "checkpoints" / "best"
-    if len(evaluations) < 2 or not (checkpoint / "model").is_dir():
-        return []
-    best, last = max(evaluations, key=lambda e: e.success), evaluations[-1]
-    if may_be_chance(best, last, len(evaluations)):
-        return []
-    return [
-        f"The model after step {best.step} is better ({best.success:.1%}; the last one has "
-        f"{last.success:.1%}): gspo-env evaluate {shlex.quote(str(checkpoint))}"
-    ]
+class EpisodeCounter:
+    """Shows how many episodes of those that a person waits for are over, if that takes long.
+
+    Args:
+        progress: Where it is shown.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._show = progress.when_slow(_PATIENCE)
+        self.expect(0)
+
+    def expect(self, episodes: int) -> None:
+        """Begins to count."""
+        self._expected, self._ended, self._tokens = episodes, 0, 0
+        self._began = time.monotonic()
+
+    def add(self, episode: Episode) -> None:
+        """Counts an episode that is over."""
+        self._ended += 1
+        self._tokens += episode.model_tokens
+        rate = self._tokens / max(1e-6, time.monotonic() - self._began)
+        if self._ended <= self._expected:  # others replace groups without variance, or play ahead
+            self._show("episodes", self._ended, self._expected, tokens_per_second=rate)
 
 
 def sparkline(values: Sequence[float], encoding: str = "utf-8") -> str:

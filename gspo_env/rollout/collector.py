@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.base import Engine, NamedTensors
@@ -86,6 +87,8 @@ class Collector:
     """Unset while the engine takes new weights: episodes wait with their next action."""
     on_group: Callable[[], None] | None = None
     """Called after each group that `collect` plays."""
+    counter: Any = None
+    """Shows how many episodes are over; see `gspo_env.report.terminal.EpisodeCounter`."""
     _heartbeat: Heartbeat = field(init=False)
     _warned: bool = False
     """Whether the log has said that first prompts do not fit."""
@@ -190,6 +193,8 @@ class Collector:
 
     async def _play_all(self, requests: Sequence[RolloutRequest]) -> list[Group]:
         gate = asyncio.Semaphore(self.config.concurrency)
+        if self.counter is not None:
+            self.counter.expect(sum(request.group_size for request in requests))
         async with _first_error(), asyncio.TaskGroup() as running:
             playing = [running.create_task(self.play(request, gate)) for request in requests]
             if (on_group := self.on_group) is not None:
@@ -221,6 +226,8 @@ class Collector:
                 seed = derive_seed(request.seed, request.place, index)
                 episode = await self._episode(redraw, seed, request.temperature)
                 seconds += clock() - started
+                if self.counter is not None:
+                    self.counter.add(episode)
                 return episode
 
         with self._heartbeat.watching():

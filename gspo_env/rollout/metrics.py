@@ -26,6 +26,8 @@ class EpisodeStats:
     turns: float
     reward_parts: Mapping[str, float]
     """Mean of each named part of the reward, over the episodes that have the part."""
+    tool_calls: float | None
+    """Mean number of turns that a tool answered; None without tools."""
 
     @classmethod
     def of(cls, episodes: Sequence[Episode]) -> EpisodeStats:
@@ -39,6 +41,9 @@ class EpisodeStats:
             success=_mean(bool(e.success) for e in episodes),
             turns=_mean(len(e.turns) for e in episodes),
             reward_parts=_reward_parts(episodes),
+            tool_calls=_mean(map(_tool_calls, episodes))
+            if any(e.prompt.tools for e in episodes)
+            else None,
         )
 
     def metrics(self, prefix: str) -> dict[str, float]:
@@ -198,6 +203,10 @@ def _sequences(episode: Episode) -> int:
 
 def _malformed(episode: Episode) -> int:
     return sum(turn.info.malformed_calls for turn in episode.turns)
+
+
+def _tool_calls(episode: Episode) -> int:
+    return sum(turn.info.observation_role == "tool" for turn in episode.turns)
 
 
 def _forks(episode: Episode, reason: Fork) -> int:

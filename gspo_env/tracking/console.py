@@ -120,7 +120,11 @@ class Progress:
             >>> Progress().update("train", 1, 4, success=0.5, tokens_per_second=1234)
             train 1/4  success 50.0%  1,234 tokens/s
         """
-        shown = [_FORMATS[n].format(value) for n, value in numbers.items() if value is not None]
+        shown = [
+            _FORMATS[name].format(value) if name in _FORMATS else f"{name} {value:.3g}"
+            for name, value in numbers.items()
+            if value is not None
+        ]
         if (seconds := self._time_left(phase, step, total)) is not None:
             shown.insert(0, f"{timedelta(seconds=math.ceil(seconds))} left")
         self.begin(phase, step, total)
@@ -129,18 +133,22 @@ class Progress:
         if phase == "evaluate" or self._live.disable:
             self.line("  ".join([f"{phase} {step}/{total}", *shown]))
 
-    def when_slow(self, seconds: float = 2.0) -> Callable[[str, int, int], None]:
+    def when_slow(self, seconds: float = 2.0) -> Callable[..., None]:
         """Returns an `update` that shows nothing more often than every few seconds.
 
-        What takes less time than that is not shown.
+        What takes less time than that is not shown, also where a phase begins again.
         """
-        last = time.monotonic()
+        last, before = time.monotonic(), 0
 
-        def show(phase: str, step: int, total: int) -> None:
-            nonlocal last
-            if time.monotonic() - last >= seconds:
-                self.update(phase, step, total)
-                last = time.monotonic()
+        def show(phase: str, step: int, total: int, **numbers: float | None) -> None:
+            nonlocal last, before
+            now = time.monotonic()
+            if step < before:
+                last, self._starts[phase] = now, (step, step, now)
+            before = step
+            if now - last >= seconds:
+                self.update(phase, step, total, **numbers)
+                last = now
 
         return show
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import reprlib
 import tomllib
@@ -152,6 +153,7 @@ def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> 
     # `auto` is what the run has decided, which its config.toml has
     if config.credit.score in ("auto", checkpoint.numbers["score"]["score"]):
         config = replace(config, credit=replace(config.credit, score=before.credit.score))
+    config = replace(config, eval_tasks=config.eval_tasks or before.eval_tasks)
     old, new = flatten(before), flatten(config)
     for name in sorted({*old, *new}):
         allowed = name.startswith(_CHANGEABLE) or (name == "env" and moved)
@@ -219,6 +221,7 @@ def generator_states() -> dict[str, Any]:
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state().tolist(),
         "cuda": [state.tolist() for state in cuda],
+        "threads": torch.get_num_threads(),  # sums round in another order with another number
     }
 
 
@@ -235,6 +238,8 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
     """Sets the global generators to the result of `generator_states`."""
     import torch
 
+    if "threads" in states and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(states["threads"], os.cpu_count() or 1))
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
     kind, keys, *rest = states["numpy"]

@@ -203,6 +203,8 @@ class RolloutBuffer:
         clock = asyncio.get_running_loop().time
         requested = self._progress_at = clock()
         since = requested if self._taken_at is None else self._taken_at
+        if self._collector.counter is not None:
+            self._collector.counter.expect(self.gate.batch * self._config.rollout.group_size)
         self._admit()
         while (numbers := self._choose()) is None:
             await self._wait(requested)

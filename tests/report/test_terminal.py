@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from gspo_env.config import Config
-from gspo_env.report.terminal import closing, opening, sparkline, summary
+from gspo_env.report.terminal import closing, opening, results, sparkline, summary
+from gspo_env.training.split import Split
+from gspo_env.types import Task
 
 HISTORY = [
     (0, {"eval/success": 0.04, "eval/return": 0.1}),
@@ -44,6 +46,7 @@ def test_the_start_names_environment_model_device_length_folder_and_tracker():
 
 def test_the_end_has_the_curve_and_the_commands_to_look_evaluate_and_go_on():
     assert closing(HISTORY, Path("runs/my run")) == [
+        "Model, config and learning curve: runs/my run",
         "eval/success \u2581\u2588\u2586 from 4.0% to 70.0%, best 90.0% after step 10",
         "View:      gspo-env view 'runs/my run'",
         "Evaluate:  gspo-env evaluate 'runs/my run'",
@@ -54,19 +57,28 @@ def test_the_end_has_the_curve_and_the_commands_to_look_evaluate_and_go_on():
 def test_a_success_that_never_changes_gives_way_to_the_return():
     history = [(step, metrics | {"eval/success": 0.0}) for step, metrics in HISTORY]
     history = [(step, m) for step, m in history if "eval/return" in m]
-    assert closing(history, Path("r"))[0].startswith("eval/return ")
+    assert closing(history, Path("r"))[1].startswith("eval/return ")
 
 
-def test_a_best_model_is_named_where_it_is_better_than_the_last_by_more_than_chance(tmp_path):
-    line = (
-        "The model after step 10 is better (90.0%; the last one has 70.0%): "
-        f"gspo-env evaluate {tmp_path}/checkpoints/best"
-    )
-    assert line not in closing(HISTORY, tmp_path, tasks=256)  # no such checkpoint is kept
+def test_a_best_model_is_named_where_the_last_is_worse(tmp_path):
+    text = "Best 90.0% at step 10 is in checkpoints/best, the last is 70.0%"
+    command = f"gspo-env evaluate {tmp_path}/checkpoints/best"
+    assert not any(text in line for line in closing(HISTORY, tmp_path, tasks=256))  # not kept
     (tmp_path / "checkpoints" / "best" / "model").mkdir(parents=True)
-    assert closing(HISTORY, tmp_path, tasks=256)[1] == line
-    assert line not in closing(HISTORY, tmp_path, tasks=8)
-    assert line not in closing(HISTORY[:3], tmp_path, tasks=256)
+    assert closing(HISTORY, tmp_path, tasks=256)[2] == f"{text}: {command}"
+    assert closing(HISTORY, tmp_path, tasks=8)[2] == f"{text}, which may be chance: {command}"
+    assert not any("Best" in line for line in closing(HISTORY[:3], tmp_path, tasks=256))
+
+
+@pytest.mark.parametrize(("count", "few"), [(8, True), (64, False)])
+def test_the_result_has_an_interval_and_says_where_episodes_are_too_few(count, few):
+    tasks = tuple(Task(env_id="x", seed=seed) for seed in range(count))
+    split = Split(tasks=tasks, keys=tuple(map(str, range(count))), overlap_known=False)
+    history = [(0, {"eval/success": 0.0, "eval/success_greedy": 0.0})]
+    history += [(4, {"eval/success": 0.5, "eval/success_greedy": 0.25})]
+    (line,) = results(history, split, 0)
+    assert line.startswith(f"Success on {split}: 0.0% before training, 50.0% after (greedy 0.0%")
+    assert line.endswith(": too few to judge.") == few
 
 
 @pytest.mark.parametrize(

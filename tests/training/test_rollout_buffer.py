@@ -25,7 +25,7 @@ class Scripted:
     def __init__(self, seconds, flat=(), lag=lambda number: 0, raises=None):
         self.seconds, self.flat, self.lag, self.raises = seconds, set(flat), lag, raises
         self.version, self.jobs, self.ended, self.most = 0, [], [], 0
-        self.playing = 0
+        self.playing, self.counter = 0, None
         self.idle = lambda: math.inf
 
     async def play(self, job, gate):

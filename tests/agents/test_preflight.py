@@ -1,0 +1,116 @@
+"""A run of a model that is not tiny says what it needs, and one that cannot fit is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_agents.preflight import Sizes, Work, check, memory, remedies
+from gspo_env.config import Config, override
+from gspo_env.errors import TrainingError
+from gspo_env.model.thread_speed import best, measure
+
+SIZES = Sizes(
+    parameters=1_000_000,
+    trained=1_000_000,
+    adapter_width=10_000,
+    weight=4,
+    layers=10,
+    hidden=2_000,
+    cached_token=1_000,
+    pass_fixed=1e6,
+    pass_token=100_000,
+)
+WORK = Work(tokens=6000, longest=500, slots=64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part", "size"),
+    [
+        ({}, "weights", 4e6),
+        ({}, "gradients", 4e6),
+        ({}, "optimiser", 8e6),
+        ({}, "cache", 64 * 500 * 1000),
+        ({}, "largest pass", 1e6 + 6000 * 100_000),
+        ({"model_dtype": "bfloat16"}, "weights", 2e6),
+        ({"model_dtype": "bfloat16"}, "optimiser", 12e6),  # with the float32 masters
+        ({"model_dtype": "bfloat16"}, "cache", 64 * 500 * 500),
+        ({"learner": {"lora_rank": 8}}, "optimiser", 8 * 80_000),
+        ({"learner": {"microbatch_tokens": 1000}}, "largest pass", 1e6 + 1000 * 100_000),
+        ({"learner": {"microbatch_tokens": 10}}, "largest pass", 1e6 + 500 * 100_000),
+        ({"learner": {"checkpointing": True}}, "largest pass", 1e6 + 6000 * (24_000 + 10_000)),
+        ({"supply": {"max_staleness": 1}}, "copies", 8e6),
+    ],
+)
+def test_each_part_of_the_memory_follows_from_the_settings(changes, part, size):
+    assert memory(SIZES, override(Config(), changes), WORK)[part] == pytest.approx(size)
+
+
+@pytest.mark.parametrize("free", [5e6, 1e8, 2e8, 4e8, 6e8])
+def test_the_flags_that_a_refusal_names_make_the_run_fit(free):
+    text = remedies(SIZES, Config(), WORK, free)
+    tried = " ".join(re.findall(r"--[a-z-]+(?: [\w.]+)?", text.partition(" more")[0]))
+    changes, slots = {}, WORK.slots
+    if "--lora-rank 16" in tried:
+        changes = {"lora_rank": 16}
+    if "--checkpointing" in tried:
+        changes["checkpointing"] = True
+    if size := re.search(r"--microbatch-tokens (\d+)", tried):
+        changes["microbatch_tokens"] = int(size[1])
+    if size := re.search(r"--concurrency (\d+)", tried):
+        slots = int(size[1])
+    dtype = {"model_dtype": "bfloat16"} if "bfloat16" in tried else {}
+    config = override(Config(), {"learner": changes, **dtype})
+    parts = memory(SIZES, config, dataclasses.replace(WORK, slots=slots))
+    fits = sum(parts.values()) - 4e6 <= free
+    assert fits == text.startswith("It fits")
+
+
+@pytest.fixture(scope="module")
+def agent():
+    return GSPOAgent(
+        config=Config.from_recipe(
+            steps=3, tasks_per_step=2, eval_tasks=4, recipe={"demonstrations": 20}, tracker="none"
+        )
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_preflight_leaves_model_and_generators_as_they_were(agent, capsys, rank):
+    agent.config = override(agent.config, {"learner": {"lora_rank": rank}})
+    before = {name: w.clone() for name, w in agent.model.state_dict().items()}
+    trains = [w.requires_grad for w in agent.model.parameters()]
+    state = torch.get_rng_state()
+    assert check(agent, ()) == []
+    shown = capsys.readouterr().out
+    for row in ("memory", "evaluation", "step", "run"):
+        assert re.search(rf"^{row} ", shown, re.MULTILINE)
+    after = agent.model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert [w.requires_grad for w in agent.model.parameters()] == trains
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_cannot_fit_is_refused_before_training(agent, monkeypatch):
+    monkeypatch.setattr("gspo_agents.preflight.free_memory", lambda model: 1000.0)
+    with pytest.raises(TrainingError, match=r"does not fit into memory: weights .* are free"):
+        check(agent, ())
+
+
+def test_a_long_run_is_a_finding(agent, monkeypatch, capsys):
+    agent.config = override(agent.config, {"steps": 10_000_000, "learner": {"lora_rank": 0}})
+    (finding,) = check(agent, ())
+    assert "hours" in finding.text
+
+
+def test_the_fewest_threads_are_taken_unless_more_are_faster():
+    before = torch.get_num_threads()
+    assert best({1: 10.0, 2: 6.0, 4: 5.9}) == 2
+    assert best({1: 1.0, 2: 20.0}) == 1
+    assert min(measure(torch.nn.Linear(8, 8))) == 1
+    assert torch.get_num_threads() == before
