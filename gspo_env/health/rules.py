@@ -230,27 +230,6 @@ def collapse(run: RunRecord, limit: float) -> Explanation | None:
     )
 
 
-@rule(limit=2.0, needs=("eval/success",))
-def worse(run: RunRecord, limit: float) -> Explanation | None:
-    """The last evaluation has at most half of the best success, by so many standard errors.
-
-    With few episodes that may be chance; `collapse` is more certain.
-    """
-    *before, last = run.evaluations[1:] or run.evaluations
-    best = max(before, key=lambda e: e.success, default=last)
-    if last.success > best.success / 2 or success_fall(best, last) < limit:
-        return None
-    few = may_be_chance(best, last, len(run.evaluations))
-    return (
-        f"The last model is much worse than the best: success is {share(last.success)} after step "
-        f"{last.step} and was {share(best.success)} after step {best.step}"
-        + (f"; with {last.episodes} episodes, that may be chance." if few else "."),
-        "Use checkpoints/best; lower the learning rate "
-        f"({setting(run, 'learner.learning_rate')})"
-        + (f" and raise {setting(run, 'eval_tasks')}." if few else "."),
-    )
-
-
 def _fixed_tasks(run: RunRecord) -> bool:
     """Returns whether training tasks stay equally hard, as without a curriculum."""
     return run.text("curriculum.name") in ("", "none")
@@ -385,7 +364,7 @@ def judge(run: RunRecord, limit: float) -> Explanation | None:
     return None
 
 
-@rule(limit=3.5, needs=("rollout/success",), explains=("no_variance", "no_progress"))
+@rule(limit=3.5, needs=("rollout/success",), explains=("worse", "no_variance", "no_progress"))
 def hacking(run: RunRecord, limit: float) -> Explanation | None:
     """The return rises while success falls, both by so many standard errors."""
     for first, last in run.pairs:
@@ -399,6 +378,27 @@ def hacking(run: RunRecord, limit: float) -> Explanation | None:
                 "outcome (--advantage outcome, or --score outcome) or lower the rewards of turns.",
             )
     return None
+
+
+@rule(limit=2.0, needs=("eval/success",))
+def worse(run: RunRecord, limit: float) -> Explanation | None:
+    """The last evaluation has at most half of the best success, by so many standard errors.
+
+    With few episodes that may be chance; `collapse` is more certain.
+    """
+    *before, last = run.evaluations[1:] or run.evaluations
+    best = max(before, key=lambda e: e.success, default=last)
+    if last.success > best.success / 2 or success_fall(best, last) < limit:
+        return None
+    few = may_be_chance(best, last, len(run.evaluations))
+    return (
+        f"The last model is much worse than the best: success is {share(last.success)} after step "
+        f"{last.step} and was {share(best.success)} after step {best.step}"
+        + (f"; with {last.episodes} episodes, that may be chance." if few else "."),
+        "Use checkpoints/best; lower the learning rate "
+        f"({setting(run, 'learner.learning_rate')})"
+        + (f" and raise {setting(run, 'eval_tasks')}." if few else "."),
+    )
 
 
 @rule(
