@@ -142,6 +142,11 @@ CASES = [
         {"eval/success": (0.6, 0.55), "eval/return": (0.2, 0.9)},
     ),
     (
+        "worse",  # a fall that is too small for `collapse`
+        {**STUCK, "eval/success": (0.12, 0.03), "eval/return": (0.12, 0.03)},
+        {**STUCK, "eval/success": (0.12, 0.07), "eval/return": (0.12, 0.07)},
+    ),
+    (
         "clipped",
         {"train/clipped_fraction": (0.4, 0.4)},  # of at most 3/4 with 4 minibatches
         {"train/clipped_fraction": (0.3, 0.3)},
