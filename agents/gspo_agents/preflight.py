@@ -320,7 +320,8 @@ def _sizes(model: Any, config: Config) -> Sizes:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and module is not model.get_output_embeddings()
-        and (targets == "all-linear" or name.rpartition(".")[2] in names)
+        and ".lora_" not in name
+        and (targets == "all-linear" or _plain(name) in names)
     ]
     weight, heads = next(model.parameters()).element_size(), shape.num_attention_heads
     size = getattr(shape, "head_dim", None) or shape.hidden_size // heads
@@ -334,6 +335,11 @@ def _sizes(model: Any, config: Config) -> Sizes:
         hidden=shape.hidden_size * weight,
         cached_token=2 * shape.num_hidden_layers * heads * size * weight,
     )
+
+
+def _plain(name: str) -> str:
+    """Returns the last part of a layer's name, without that of an adapter around it."""
+    return name.removesuffix(".base_layer").rpartition(".")[2]
 
 
 def free_memory(model: Any) -> float:
