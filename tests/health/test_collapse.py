@@ -160,5 +160,5 @@ def test_a_run_warns_of_a_collapse_in_the_terminal_and_the_folder_and_names_its_
     output = capsys.readouterr().out
     assert output.count("WARNING success fell to 0.0% after step 2, from 100.0% after step 0") == 1
     assert Path("run/warnings.txt").read_text().count("collapse: success fell") == 1
-    assert "The model after step 1 is better (100.0%; the last one has 0.0%)" in output
+    assert "Best 100.0% at step 1 is in checkpoints/best, the last is 0.0%: " in output
     assert "gspo-env evaluate run/checkpoints/best" in output
