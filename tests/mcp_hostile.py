@@ -47,19 +47,17 @@ def text(content, **more):
     return {"content": [{"type": "text", "text": content}], **more}
 
 
+RESULTS = {
+    "big error": text("x" * 800_000, isError=True),
+    "empty": text(""),
+    "blocks": {"content": [{"type": "text", "text": "x"}] * 20_000},
+    "big result": text("x" * 8_000_000),
+    "structured": text("ok", structuredContent={"a": "a" * 40 + "!"}),
+    "not a result": {"content": "x" * 100_000},
+}
+
+
 def call():
-    if KIND == "big error":
-        return text("x" * 800_000, isError=True)
-    if KIND == "empty":
-        return text("")
-    if KIND == "blocks":
-        return {"content": [{"type": "text", "text": "x"}] * 20_000}
-    if KIND == "big result":
-        return text("x" * 8_000_000)
-    if KIND == "structured":
-        return text("ok", structuredContent={"a": "a" * 40 + "!"})
-    if KIND == "not a result":
-        return {"content": "x" * 100_000}
     if KIND == "stderr":
         for _ in range(100):
             sys.stderr.write("noise " * 20_000)
@@ -67,7 +65,7 @@ def call():
     if KIND == "pids":
         pid = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
         return text(f"{os.getpid()} {pid}")
-    return text("ok")
+    return RESULTS.get(KIND, text("ok"))
 
 
 def tools(cursor):

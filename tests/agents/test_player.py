@@ -164,15 +164,3 @@ def test_many_threads_share_one_frozen_agent_and_its_draws_follow_from_the_seed(
 def test_a_frozen_agent_runs_no_environment_of_its_folder(saved, monkeypatch):
     monkeypatch.setattr(TextEnv, "__init__", lambda *_: pytest.fail("an environment was made"))
     FrozenAgent("saved")
-
-
-def test_a_hundred_calls_outside_of_a_run_use_one_event_loop():
-    loops = []
-
-    async def answer():
-        loops.append(asyncio.get_running_loop())
-
-    engine_loop = EngineLoop()
-    for _ in range(100):
-        engine_loop.wait(answer(), 5.0)
-    assert len(set(loops)) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cli_errors import refused
@@ -203,21 +204,19 @@ def test_an_unknown_command_lists_the_known_ones(capsys):
     assert "did you mean" not in refused(capsys, "xyz")
 
 
-@pytest.mark.parametrize(
-    ("kind", "choice", "setting"),
-    [
-        ("advantage", "own_estimator.py:BestOfGroup", ("margin", 0.1)),
-        ("loss", "own_loss.py:SquashedRatio", ("bound", 0.2)),
-        ("engine", "own_engine.py:Plain", None),
-    ],
-)
-def test_a_users_own_class_in_one_file_of_at_most_40_lines_trains(
-    tmp_path, root, kind, choice, setting
-):
-    file = root / "examples" / choice
-    assert len((root / "examples" / choice.partition(":")[0]).read_text().splitlines()) <= 40
+def test_a_users_own_classes_in_files_of_at_most_40_lines_train(root):
+    choices = {
+        "advantage": ("own_estimator.py:BestOfGroup", {"margin": 0.1}),
+        "loss": ("own_loss.py:SquashedRatio", {"bound": 0.2}),
+        "engine": ("own_engine.py:Plain", {}),
+    }
     # the engine computes the whole sequence again for each token
-    flags = [f"--{setting[0]}", str(setting[1])] if setting else ["--max-turn-tokens", "6"]
-    main(["train", *TINY, f"--{kind}", str(file), *flags, "--output", "out"])
-    table = read_toml("out/config.toml")[kind]
-    assert table == {"name": str(file), **(dict([setting]) if setting else {})}
+    flags, tables = ["--max-turn-tokens", "6"], {}
+    for kind, (choice, settings) in choices.items():
+        name = str(root / "examples" / choice)
+        assert len(Path(name.rpartition(":")[0]).read_text().splitlines()) <= 40
+        flags += [f"--{kind}", name, *(w for k, v in settings.items() for w in (f"--{k}", str(v)))]
+        tables[kind] = {"name": name, **settings}
+    main(["train", *TINY, *flags, "--output", "out"])
+    saved = read_toml("out/config.toml")
+    assert {kind: saved[kind] for kind in tables} == tables

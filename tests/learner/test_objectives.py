@@ -1,4 +1,4 @@
-"""The losses against numbers of TRL, the equations, and their invariances."""
+"""The losses against numbers of TRL, by hand and against the reference, and their invariances."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learners import evaluate
+from torch import Tensor
 
 from gspo_env.errors import BatchError, ConfigError
 from gspo_env.learner import importance_weights, policy_loss
+from gspo_env.learner.losses import packed_policy_loss
 
 TRL_CASES = json.loads((Path(__file__).parents[1] / "data" / "trl_cases.json").read_text())
 LEVELS = ["sequence", "turn", "token"]
@@ -97,3 +99,133 @@ def test_importance_weights() -> None:
 def test_impossible_input_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises((BatchError, ConfigError), match=message):
         policy_loss(**{**batch(9), **change})
+
+
+AGGREGATIONS = ["sequence_mean", "token_mean", "token_sum"]
+# two sequences of 1 and 3 tokens, ratios 2, 1, 1 and 8, advantages 1 and -1
+RATIOS = [[2.0, 1.0, 1.0], [1.0, 1.0, 8.0]]
+MASK = [[True, False, False], [True, True, True]]
+
+
+def case(advantages: Any = (1.0, -1.0)) -> dict[str, Tensor]:
+    return {
+        "logprobs": torch.tensor(RATIOS, dtype=torch.float64).log() - 3,
+        "old_logprobs": torch.full((2, 3), -3.0, dtype=torch.float64),
+        "advantages": torch.tensor(advantages, dtype=torch.float64),
+        "mask": torch.tensor(MASK),
+    }
+
+
+wide = partial(learners.batch, rows=4, length=9, spread=0.4)
+
+
+@pytest.mark.parametrize(
+    ("options", "loss", "gradient"),
+    [
+        # (2 / 1 - (1 + 1 + 8) / 3) / 2
+        ({}, 2 / 3, [[-1, 0, 0], [1 / 6, 1 / 6, 8 / 6]]),
+        # (2 - 10) / 4
+        ({"aggregation": "token_mean"}, 2.0, [[-0.5, 0, 0], [0.25, 0.25, 2.0]]),
+        # (2 - 10) / 5 / 2
+        ({"aggregation": "token_sum", "max_tokens": 5}, 0.8, [[-0.2, 0, 0], [0.1, 0.1, 0.8]]),
+        # dual clip: the ratio 8 counts as 3 and has no gradient: (2 - (1 + 1 + 3) / 3) / 2
+        ({"dual_clip": 3.0}, -1 / 6, [[-1, 0, 0], [1 / 6, 1 / 6, 0]]),
+    ],
+)
+def test_token_ratios_by_hand(options: dict[str, Any], loss: float, gradient: Any) -> None:
+    options = {"ratio_level": "token", "clip_low": 0.5, "clip_high": 1.5, **options}
+    output, found = evaluate(case(), **options)
+    assert output.loss.item() == pytest.approx(loss, abs=1e-12)
+    np.testing.assert_allclose(found, gradient, atol=1e-12)
+    expected = reference.policy_loss(**{k: v.numpy() for k, v in case().items()}, **options)
+    assert expected.loss == pytest.approx(loss, abs=1e-12)
+    np.testing.assert_allclose(expected.gradient, gradient, atol=1e-12)
+
+
+@pytest.mark.parametrize("power", [-3.0, -1.0, 0.3, 1.0, 3.0])
+def test_extreme_log_ratios_stay_finite_and_keep_their_mean(power: float) -> None:
+    far = {k: v.float() if v.is_floating_point() else v for k, v in wide(8, spread=500.0).items()}
+    output, gradient = evaluate(far, ratio_mean=power)
+    assert output.loss.isfinite()
+    assert gradient.isfinite().all()
+    low = torch.full((1, 4), -18.0)
+    inputs = {
+        "logprobs": low + torch.tensor([[0.0, 0.1, 0.2, 0.3]]),
+        "old_logprobs": torch.zeros(1, 4),
+        "advantages": torch.ones(1),
+        "mask": torch.ones(1, 4, dtype=torch.bool),
+    }
+    wanted = reference.policy_loss(**{k: v.numpy() for k, v in inputs.items()}, ratio_mean=power)
+    np.testing.assert_allclose(evaluate(inputs, ratio_mean=power)[0].ratio, wanted.ratio, rtol=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    power=st.sampled_from([-2.0, 0.0, 0.01, 0.5, 1.0, 3.0]),
+    dual=st.sampled_from([0.0, 1.5]),
+)
+def test_loss_and_gradient_are_those_of_the_reference(
+    aggregation: str, level: str, seed: int, power: float, dual: float
+) -> None:
+    inputs = wide(seed)
+    inputs["reference_logprobs"] = inputs["old_logprobs"] + 0.1
+    power = 0.0 if level == "token" else power
+    options: dict[str, Any] = {
+        "ratio_level": level,
+        "aggregation": aggregation,
+        "max_tokens": 7,
+        "ratio_mean": power,
+        "dual_clip": dual,
+        "clip_low": 0.1,
+        "clip_high": 0.2,
+        "kl_coef": 0.3,
+    }
+    output, gradient = evaluate(inputs, **options)
+    expected = reference.policy_loss(**{k: v.numpy() for k, v in inputs.items()}, **options)
+    np.testing.assert_allclose(output.loss.item(), expected.loss, atol=1e-11)
+    np.testing.assert_allclose(gradient, expected.gradient, atol=1e-11)
+    np.testing.assert_allclose(output.ratio, expected.ratio, rtol=1e-11)
+    np.testing.assert_array_equal(output.clipped, expected.clipped)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**32 - 1), cut=st.integers(1, 3), power=st.sampled_from([0.0, 0.5]))
+def test_microbatches_change_nothing(aggregation: Any, seed: int, cut: int, power: float) -> None:
+    inputs = wide(seed)
+    options = {"aggregation": aggregation, "max_tokens": 7, "ratio_mean": power}
+    whole, gradient = evaluate(inputs, **options)
+    count = int(inputs["mask"].sum()) if aggregation == "token_mean" else 4
+    total, parts = 0.0, []
+    for rows in (slice(0, cut), slice(cut, 4)):
+        part = {k: v[rows] for k, v in inputs.items()}
+        mask, logprobs = part["mask"], part["logprobs"].clone().requires_grad_()
+        loss = packed_policy_loss(
+            logprobs[mask],
+            part["old_logprobs"][mask],
+            part["advantages"][mask],
+            mask.nonzero()[:, 0],
+            num_sequences=len(mask),
+            normaliser=count,
+            **options,
+        ).loss
+        total += loss.item()
+        parts += torch.autograd.grad(loss, logprobs)
+    assert total == pytest.approx(whole.loss.item(), abs=1e-12)
+    torch.testing.assert_close(torch.cat(parts), gradient, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_empty_sequences_change_nothing(aggregation: str) -> None:
+    inputs = wide(6)
+    options = {"aggregation": aggregation, "max_tokens": 3}
+    whole, _ = evaluate({k: v[:3] for k, v in inputs.items()}, **options)
+    inputs["mask"][3] = False
+    output, gradient = evaluate(inputs, **options)
+    torch.testing.assert_close(output.loss, whole.loss)
+    assert not gradient[3].any()
+    inputs["mask"][:] = False
+    assert evaluate(inputs, **options)[0].loss == 0
