@@ -152,7 +152,7 @@ class GSPOAgent:
             TrainingError: Nothing can be learned; see `gspo_env.health.startup`.
         """
         config, resumed = self.config, self._resumed
-        check_learning(self.model, config)
+        check_learning(self.model, config, self.chat)
         seed_generators(
             derive_seed(config.seed, "generators")
         )  # a checkpoint replaces their states
@@ -346,9 +346,10 @@ class GSPOAgent:
             task = Task(env_id=next(iter(self.environments.envs)), seed=task)
         limits = self.config.rollout
         with self.environments.pool() as pool:  # for one episode, workers are not worth their start
-            collector = Collector(self._running_engine(), self.chat, pool, limits, self._vocab_size)
+            plain = Collector(self._running_engine(), self.chat, pool, limits, self._vocab_size)
+            collector: Collector = self.config.compaction.wrap(plain)
             (group,) = self._loop.run(
-                self.config.compaction.wrap(collector).collect(
+                collector.collect(
                     [task], seed=self.config.seed, group_size=1, temperature=temperature
                 )
             )

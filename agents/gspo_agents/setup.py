@@ -129,16 +129,17 @@ def check_engine(config: Config, ranks: Ranks | None = None) -> None:
     load_function("gspo_env.distributed.ray:require_ray", "workers")()
 
 
-def check_learning(model: Any, config: Config) -> None:
+def check_learning(model: Any, config: Config, chat: ChatTokenizer) -> None:
     """Tries what only training needs before a folder is made.
 
     Raises:
-        ConfigError: The estimator weighs branches wrongly, a tracker's address does not answer, the
-            optimiser cannot be made, or the engine cannot play ahead.
+        ConfigError: Branching or compaction does not go with other settings, a tracker's address
+            does not answer, the optimiser cannot be made, or the engine cannot play ahead.
         MissingExtraError: The optimiser needs a package that is not installed.
         ModelError: The model cannot have the adapter.
     """
-    config.branching.check_estimator(config.advantage)
+    config.branching.check(config, chat)
+    config.compaction.check(config, chat)
     check_trackers(config.tracker)
     if config.supply.max_staleness and name_of("engine", config.engine) not in BUILTIN["engine"]:
         start_engine(model, config, ahead=True).close()

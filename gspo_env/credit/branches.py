@@ -90,7 +90,7 @@ class BranchBaseline(Estimator):
     itself, which the advantages undo: they count a branch as part of the whole episode."""
     uses_score: ClassVar[bool] = True
     compares_branches: ClassVar[bool] = True
-    """See `gspo_env.rollout.branching.Branching.check_estimator`."""
+    """See `gspo_env.rollout.branching.Branching.check`."""
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
         """See `Estimator.compare`."""

@@ -19,6 +19,7 @@ import numpy as np
 from annotated_types import Ge
 from gymnasium.wrappers import OrderEnforcing
 
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.credit.branches import BranchedEpisode, shared_turns
 from gspo_env.engines.base import Completion, Engine, Sampling
 from gspo_env.env.base import TextEnvironment, attribute
@@ -67,32 +68,34 @@ class Branching:
         """Returns a collector of branched groups.
 
         Raises:
-            ConfigError: The episodes are not played in this process, or are compacted.
+            ConfigError: The episodes are not played in this process.
         """
         if collector.config.ray_workers:
             raise ConfigError(
                 f"branching is {type(self).__name__!r} and the rollout has workers; expected "
                 "rollout.workers 'asyncio'"
             )
-        if collector.policy is not EnginePolicy:
-            raise ConfigError(
-                f"branching is {type(self).__name__!r} and compaction is set; expected one of them "
-                "to be 'none'"
-            )
         return BranchingCollector(collector, self)
 
-    def check_estimator(self, estimator: object) -> None:
-        """Checks that an estimator knows which turns episodes share.
+    def check(self, config: Any, chat: ChatTokenizer) -> None:
+        """Checks the other settings of a run before it begins.
 
         Raises:
-            ConfigError: It does not declare `compares_branches`.
+            ConfigError: The estimator does not declare `compares_branches`, or episodes are
+                compacted.
         """
-        if not getattr(estimator, "compares_branches", False):
+        name, compaction = name_of("branching", self), name_of("compaction", config.compaction)
+        if not getattr(config.advantage, "compares_branches", False):
             raise ConfigError(
-                f"branching is {name_of('branching', self)!r} and advantage "
-                f"{name_of('advantage', estimator)!r}, which would weigh a branch as a whole "
-                "episode; expected advantage 'branch_baseline', or an estimator of yours that "
-                "declares `compares_branches = True`"
+                f"branching is {name!r} and advantage {name_of('advantage', config.advantage)!r}, "
+                "which would weigh a branch as a whole episode; expected advantage "
+                "'branch_baseline', or an estimator of yours that declares `compares_branches = "
+                "True`"
+            )
+        if compaction != "none":
+            raise ConfigError(
+                f"branching is {name!r} and compaction {compaction!r}; expected one of them to be "
+                "'none'"
             )
 
 

@@ -302,8 +302,8 @@ class PlainEpisodes:
         """Returns the collector."""
         return collector
 
-    def check_estimator(self, estimator: object) -> None:
-        """Accepts every estimator."""
+    def check(self, config: object, chat: ChatTokenizer) -> None:
+        """Accepts the other settings of a run."""
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Returns no metrics."""

@@ -17,19 +17,20 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Ge
 
-from gspo_env.chat.transcript import first_messages
+from gspo_env.chat.transcript import ChatTokenizer, first_messages
 from gspo_env.errors import ConfigError, PromptLengthError
 from gspo_env.registry import check_values
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.play import PolicyInput, PolicyOutput
 from gspo_env.rollout.policy import EnginePolicy
+from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.tool_calls import parse_message
 from gspo_env.types import Episode, Group, Message, ResetInfo, StepInfo, StopReason
 
 _INSTRUCTION = (
-    "The conversation is too long and will be cut. Summarize it for yourself: what you have found "
-    "out, what you have done and what to do next. You will keep the task and this summary only. "
-    "Then you get the answer to your last action."
+    "Summarize your work on the task so far in a few sentences: what you have found out, what you "
+    "have done, and what to do next. After this you see only the task, your summary, and the "
+    "answer to your last action."
 )
 
 
@@ -53,13 +54,23 @@ class Summary:
         if not self.instruction.strip():
             raise ConfigError("compaction.instruction is empty; expected a request for a summary")
 
+    def check(self, config: Any, chat: ChatTokenizer) -> None:
+        """Checks the other settings of a run before it begins; see `wrap`."""
+        self._reserve(config.rollout, chat)
+
     def wrap(self, collector: Collector) -> Collector:
         """Returns a collector of compacted episodes.
 
         Raises:
             ConfigError: The episodes are not played in this process, or the context is too small.
         """
-        limits, chat = collector.config, collector.chat
+        reserved = self._reserve(collector.config, collector.chat)
+        return replace(
+            collector, policy=partial(CompactingPolicy, compaction=self, reserved=reserved)
+        )
+
+    def _reserve(self, limits: RolloutConfig, chat: ChatTokenizer) -> int:
+        """Returns the tokens of the instruction and of a summary."""
         if limits.ray_workers:
             raise ConfigError(
                 f"compaction is {type(self).__name__!r} and rollout.workers {limits.workers!r}; "
@@ -74,8 +85,7 @@ class Summary:
                 f"compaction: the instruction has {asking} tokens, a summary up to {summary}, and "
                 f"an action up to {limits.max_turn_tokens}"
             )
-        policy = partial(CompactingPolicy, compaction=self, reserved=asking + summary)
-        return replace(collector, policy=policy)
+        return asking + summary
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Returns the metrics of the episodes of a step."""

@@ -12,13 +12,12 @@ import pytest
 from rollouts import collector, episodes, play
 
 from gspo_env.batch.sample import to_samples
+from gspo_env.config import Config, override
 from gspo_env.credit import Outcome, ReturnsToGo
-from gspo_env.credit.branches import BranchBaseline
 from gspo_env.engines.base import Completion, Engine
 from gspo_env.env.base import TextEnv
 from gspo_env.errors import ConfigError
 from gspo_env.learner import GSPO, Learner, LearnerConfig
-from gspo_env.rollout.branching import EveryTurn
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.compaction import Summary
 from gspo_env.rollout.pool import EnvPool
@@ -188,16 +187,28 @@ def test_a_conversation_within_the_context_is_not_compacted_and_room_for_a_summa
     [
         (lambda chat: scripted(chat, "", workers="ray:2"), "expected rollout.workers 'asyncio'"),
         (lambda chat: scripted(chat, "", max_context=50), r"max_context is 50; expected more than"),
-        (lambda chat: EveryTurn().wrap(scripted(chat, "")), "expected one of them to be 'none'"),
+        (lambda chat: check(chat, branching="every", advantage="branch_baseline"), "one of them"),
+        (
+            lambda chat: check(chat, rollout={"max_context": 900}),
+            "max_context is 900; expected",
+        ),
         (lambda chat: play(scripted(chat, "", Programmed)), "sends its own conversations"),
-        (lambda chat: EveryTurn().check_estimator(Outcome()), "'every' and advantage 'outcome'"),
+        (lambda chat: check(chat, branching="every"), "'every' and advantage 'returns_to_go'"),
         (lambda chat: Summary(instruction=" "), "compaction.instruction is empty"),
     ],
 )
 def test_what_compaction_and_branching_cannot_do_is_refused_in_one_sentence(chat, refuse, message):
     with pytest.raises(ConfigError, match=message):
         refuse(chat)
-    EveryTurn().check_estimator(BranchBaseline())
+    check(chat)
+    check(chat, compaction="none", branching="every", advantage="branch_baseline")
+
+
+def check(chat, **changes):
+    """Checks a config as a run does before it begins."""
+    config = override(Config(), {"compaction": "summary", **changes})
+    config.branching.check(config, chat)
+    config.compaction.check(config, chat)
 
 
 def test_a_run_without_compaction_does_not_load_it():
