@@ -163,11 +163,7 @@ def export_difference(model: Any) -> float:
         model.save_pretrained(folder)
         files = [load_file(path) for path in Path(folder).glob("*.safetensors")]
     saved = {name: tensor for part in files for name, tensor in part.items()}
-    exported = dict(named_weights(model))
-    if set(saved) != set(exported):
-        odd = sorted(set(saved) ^ set(exported))
-        raise Wrong("names", f"{odd[0]} and {len(odd) - 1} more")
-    return max(float((exported[name] - tensor).abs().max()) for name, tensor in saved.items())
+    return greatest_difference(dict(named_weights(model)), saved)
 
 
 def adapter_difference(name: str) -> float:
@@ -187,15 +183,14 @@ def adapter_difference(name: str) -> float:
     merged.set_attn_implementation("sdpa" if own == "gspo_ragged" else own)
     with torch.no_grad():
         rows = [plain_logprobs(merged, s.token_ids)[torch.from_numpy(s.mask[1:])] for s in samples]
-        exported = export_difference_of(model, merged)
+        exported = greatest_difference(*(dict(named_weights(m)) for m in (model, merged)))
     return max(exported, float((torch.cat(rows) - after).abs().max()))
 
 
-def export_difference_of(model: Any, merged: Any) -> float:
-    """Compares the export of a model that has an adapter with that of the merged model."""
-    ours, theirs = dict(named_weights(model)), dict(named_weights(merged))
-    if set(ours) != set(theirs):
-        raise Wrong("names", str(sorted(set(ours) ^ set(theirs))[0]))
+def greatest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Compares tensors, whose names have to be the same."""
+    if odd := sorted(set(ours) ^ set(theirs)):
+        raise Wrong("names", f"{odd[0]} and {len(odd) - 1} more")
     return max(float((ours[name] - tensor).abs().max()) for name, tensor in theirs.items())
 
 

@@ -238,6 +238,17 @@ def test_a_trainer_that_was_suspended_takes_no_worker_for_dead(question, monkeyp
         assert (pool.lost, pool.metrics()["rollout/workers"]) == (0, 1.0)
 
 
+def lost(chat, server, start, words, workers="ray:2", timeouts=None, **limits):
+    """Collects with workers that are all lost, with an error that has these words."""
+    config, engine = settings(workers, **limits), Engine(fleet(server))
+    with (
+        crew_of(config, chat, engine, start, **(timeouts or {})) as (collector, handles),
+        pytest.raises(RolloutError, match=words),
+    ):
+        collect(collector)
+    return collector, handles
+
+
 class Mortal(Thread):
     """Dies with the first group that it plays."""
 
@@ -247,16 +258,8 @@ class Mortal(Thread):
 
 
 def test_restarts_are_bounded_and_the_error_names_the_last_task(chat, server):
-    config, engine = settings("ray:2", max_worker_restarts=3), Engine(fleet(server))
-
-    with (
-        crew_of(config, chat, engine, Mortal) as (collector, handles),
-        pytest.raises(
-            RolloutError,
-            match=r"none of the 2 workers is left; .*out of memory; it played custom/T",
-        ),
-    ):
-        collect(collector)
+    words = r"none of the 2 workers is left; .*out of memory; it played custom/T"
+    collector, handles = lost(chat, server, Mortal, words, max_worker_restarts=3)
     assert len(handles) == 5
     assert collector.workers.lost == 5
 
@@ -285,18 +288,13 @@ class NeverReady(Thread):
     ],
 )
 def test_a_worker_that_never_gets_ready_is_lost_and_not_replaced(chat, server, fails, reason):
-    config, engine = settings("ray:2"), Engine(fleet(server))
-    start = type("Fails", (NeverReady,), {"fails": fails})
-    with (
-        crew_of(config, chat, engine, start, start_timeout=0.1) as (collector, handles),
-        pytest.raises(RolloutError, match=f"{reason}; it played nothing"),
-    ):
-        collect(collector)
+    start, quick = type("Fails", (NeverReady,), {"fails": fails}), {"start_timeout": 0.1}
+    _, handles = lost(chat, server, start, f"{reason}; it played nothing", timeouts=quick)
     assert len(handles) == 2
 
 
 def test_a_worker_that_cannot_be_started_again_is_lost(chat, server):
-    config, engine, made = settings("ray:1"), Engine(fleet(server)), []
+    made = []
 
     def start(setup):
         if made:
@@ -304,11 +302,8 @@ def test_a_worker_that_cannot_be_started_again_is_lost(chat, server):
         made.append(Mortal(setup))
         return made[-1]
 
-    with (
-        crew_of(config, chat, engine, start) as (collector, _),
-        pytest.raises(RolloutError, match=r"none of the 1 workers is left; .*the cluster is gone"),
-    ):
-        collect(collector)
+    words = r"none of the 1 workers is left; .*the cluster is gone"
+    lost(chat, server, start, words, "ray:1")
 
 
 def test_an_error_of_a_group_reaches_the_trainer_as_itself(chat, server):

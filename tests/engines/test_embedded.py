@@ -23,12 +23,6 @@ def random_ids(rng, low, high, vocabulary=250):
     return [rng.randrange(1, vocabulary) for _ in range(rng.randrange(low, high))]
 
 
-def test_a_prompt_beyond_the_context_is_refused(model):
-    engine = TransformersEngine(model, max_slots=2, max_context=10)
-    with pytest.raises(EngineError, match="do not fit a context of 10"):
-        asyncio.run(engine.generate([1] * 8, Sampling(max_tokens=3)))
-
-
 def test_closing_ends_the_requests_in_flight_with_an_error(model):
     engine = TransformersEngine(model, max_slots=2, max_context=100)
 

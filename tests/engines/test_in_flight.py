@@ -15,6 +15,7 @@ from gspo_env.engines.base import Sampling, Transformers, check_completion
 from gspo_env.engines.embedded.copy import CopyEngine
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine
+from gspo_env.errors import EngineError
 
 ENGINES = ["batched", "unbatched", "batched copy", "unbatched copy"]
 
@@ -109,6 +110,14 @@ def test_an_update_waits_for_requests_that_run_and_not_for_those_that_were_cance
     *before, after = asyncio.run(play())
     assert [done.weights_version for done in (*before, after)] == [0, 0, 0, 1]
     assert [len(done.token_ids) for done in before] == [50] * 3
+
+
+def test_a_prompt_that_does_not_fit_and_a_closed_engine_are_refused(engine):
+    with pytest.raises(EngineError, match="do not fit a context of 300"):
+        asyncio.run(engine.generate([1] * 298, Sampling(max_tokens=3)))
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        asyncio.run(engine.generate([3], Sampling(max_tokens=3)))
 
 
 def test_a_copy_samples_with_its_own_weights_while_the_learner_changes_its(model):

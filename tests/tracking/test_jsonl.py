@@ -95,6 +95,11 @@ def trace(key, end=1):
     return Trace(key=key, name="episode", spans=(span,), tags={"step": "1"})
 
 
+def tracked(folder, store=None, **info):
+    """A tracker of a run in this folder."""
+    return MultiTracker({"store": store or Store()}, RunInfo(name="r", folder=folder, **info))
+
+
 def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -119,9 +124,7 @@ def test_every_point_arrives_once_if_calls_fail_before_or_after_the_store_has_th
     store = Store(plan=list(plan))
     resume: dict[str, str] = {}
     for part, steps in enumerate(parts):  # a run that is stopped and goes on
-        with MultiTracker(
-            {"store": store}, RunInfo(name="r", folder=folder, resume=resume)
-        ) as tracker:
+        with tracked(folder, store, resume=resume) as tracker:
             for step in range(steps):
                 tracker.log({"a": step + part / 10, f"b{part}": 1.0}, step)
                 tracker.trace(trace(f"train-{step}-0-0", end=part))
@@ -141,8 +144,7 @@ def test_a_store_that_has_lost_the_run_gets_everything_again(tmp_path):
     with MultiTracker({"store": Store()}, info) as tracker:
         tracker.log({"a": 1.0}, 1)
     again = Store(name="second")
-    info = RunInfo(name="r", folder=tmp_path, resume=tracker.ids)
-    with MultiTracker({"store": again}, info) as tracker:
+    with tracked(tmp_path, again, resume=tracker.ids) as tracker:
         tracker.log({"a": 2.0}, 2)
     assert Counter(again.points) == written(tmp_path)
     assert tracker.ids == {"store": "second"}
@@ -168,20 +170,19 @@ def test_what_a_run_recorded_before_it_was_killed_is_not_recorded_again(tmp_path
 
 
 def test_damaged_files_of_the_queue_cost_no_point(tmp_path):
-    with MultiTracker({"store": Store()}, RunInfo(name="r", folder=tmp_path)) as tracker:
+    with tracked(tmp_path) as tracker:
         tracker.log({"a": 1.0}, 1)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "loss": 1.0}\n\0\0\0\n[]\n')
     (tmp_path / "tracking" / "store.json").write_text('{"id": "fir')
     store = Store()
-    info = RunInfo(name="r", folder=tmp_path, resume=tracker.ids)
-    with MultiTracker({"store": store}, info) as again:
+    with tracked(tmp_path, store, resume=tracker.ids) as again:
         again.log({"a": 2.0}, 2)
     assert again.problems == []
     assert sorted(point[:2] for point in store.points) == [("a", 1), ("a", 2)]
     (tmp_path / "tracking" / "run.json").write_text("{")
     with pytest.raises(OutputError, match=r"run\.json.* is damaged"):
-        MultiTracker({"store": store}, info)
+        tracked(tmp_path, store, resume=tracker.ids)
 
 
 def test_a_new_run_does_not_write_into_the_metrics_of_another(tmp_path):
@@ -196,7 +197,7 @@ def test_a_store_for_files_that_fails_does_not_keep_the_points(tmp_path, monkeyp
     store = Store()
     monkeypatch.setattr(Store, "artifact", lambda *_: (_ for _ in ()).throw(ConnectionError("s3")))
     (tmp_path / "a.txt").write_text("a")
-    with MultiTracker({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
+    with tracked(tmp_path, store) as tracker:
         tracker.log({"a": 1.0}, 1)
         tracker.artifact(tmp_path / "a.txt")
         tracker.log({"a": 2.0}, 2)
@@ -219,7 +220,7 @@ def test_a_call_that_the_store_refuses_is_counted_and_the_rest_arrives(
     monkeypatch.setattr(Store, method, refuse)
     store = Store()
     (tmp_path / "a.txt").write_text("a")
-    with MultiTracker({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
+    with tracked(tmp_path, store) as tracker:
         tracker.artifact(tmp_path / "a.txt")
         tracker.trace(trace("train-1-0-0"))
         tracker.log({"a": 1.0}, 1)
@@ -243,8 +244,7 @@ def test_a_queue_of_a_stranger_names_no_file_outside_of_the_run(tmp_path):
     (run / "tracking" / "calls.jsonl").write_text("\n".join(lines))
     store = Store()
     store.is_transient = lambda error: False
-    info = RunInfo(name="r", folder=run, resume={"store": ""})
-    with MultiTracker({"store": store}, info) as tracker:
+    with tracked(run, store, resume={"store": ""}) as tracker:
         pass
     assert store.files == []
     assert "4 calls failed" in tracker.problems[0]
@@ -259,7 +259,7 @@ def test_a_link_in_the_folder_of_a_run_is_refused_and_nothing_is_written(tmp_pat
     path.parent.mkdir(exist_ok=True)
     path.symlink_to(tmp_path / "elsewhere" if name == "tracking" else tmp_path / "elsewhere/file")
     with pytest.raises(OutputError, match="is a link"):
-        MultiTracker({"store": Store()}, RunInfo(name="r", folder=tmp_path / "run"))
+        tracked(tmp_path / "run")
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
@@ -398,7 +398,7 @@ def test_a_server_that_hangs_ends_neither_the_run_nor_keeps_it(tmp_path, monkeyp
 
 
 def test_the_files_of_the_queue_can_be_read_by_their_owner_alone(tmp_path):
-    with MultiTracker({"store": Store()}, RunInfo(name="r", folder=tmp_path)) as tracker:
+    with tracked(tmp_path) as tracker:
         tracker.text("a.txt", "x")
     for path in (tmp_path / "tracking").iterdir():
         assert os.stat(path).st_mode & 0o077 == 0, path
@@ -413,7 +413,7 @@ def test_the_points_of_many_steps_are_few_calls(tmp_path, monkeypatch):
             super().log_points(points)
             calls.append(len(points))
 
-    with MultiTracker({"store": Counts()}, RunInfo(name="r", folder=tmp_path)) as tracker:
+    with tracked(tmp_path, Counts()) as tracker:
         for step in range(40):
             tracker.log({"a": 1.0}, step)
     assert sum(calls) == 40
