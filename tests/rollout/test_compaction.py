@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import forks
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from rollouts import collector, episodes, play
 
 from gspo_env.batch.sample import to_samples
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config, override
 from gspo_env.credit import Outcome, ReturnsToGo
 from gspo_env.engines.base import Completion, Engine
@@ -222,3 +225,18 @@ def test_equal_seeds_give_equal_compacted_episodes(compacted, player):
     assert [[t.action_ids for t in e.turns] for e in episodes(again)] == [
         [t.action_ids for t in e.turns] for e in episodes(compacted[0])
     ]
+
+
+@pytest.mark.parametrize("history", ["template", "keep"])
+def test_templates_that_rewrite_history_are_compacted_token_by_token_too(player, history):
+    tokenizer = copy.deepcopy(player.tokenizer)
+    tokenizer.chat_template = forks.THINKING
+    chat = ChatTokenizer(tokenizer, history=history)
+    running = collector(SimpleNamespace(model=player.model, chat=chat), Long, **LIMITS)
+    running = COMPACTION.wrap(running)
+    played = episodes(play(running, tasks=8, size=4))
+    forked = Counter(turn.fork for e in played for turn in e.turns)
+    assert forked["compacted"] > 8
+    samples = to_samples(played, [np.ones(len(e.turns)) for e in played])
+    assert sum(int(s.mask.sum()) for s in samples) == sum(e.model_tokens for e in played)
+    assert forks.differences(player.model, played).max() <= 1e-4
