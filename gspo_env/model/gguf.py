@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ def load_gguf(name: str, dtype: str = "auto") -> tuple[Any, Any]:
         ModelError: The file cannot be read, or would be read wrongly.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import modeling_gguf_pytorch_utils as reader
 
+    # no setting of transformers hides this bar, which would break up our lines
+    vars(reader)["tqdm"] = partial(vars(reader)["tqdm"], disable=True)
     path = _packaged_file(name) if name in PACKAGED else Path(name)
     if importlib.util.find_spec("gguf") is None:
         raise MissingExtraError(
