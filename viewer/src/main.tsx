@@ -182,7 +182,7 @@ function Detail({ index, row, view, go, open, filter }: { index: Index; row: num
         </h2>
         <p class="soft">
           {index.texts.env[e.env[row]]}, <button type="button" class="link" onClick={() => filter(String(e.seed[row]))}>all episodes of task {taskOf(index, row)}</button>
-          {" "}· return {signed(e.total_reward[row])} · outcome {signed(e.outcome[row])} · {e.num_turns[row]} turns · {e.tokens[row]} sampled tokens · ended by {endName(index.texts.stop_reason[e.stop_reason[row]])}
+          {" "}· return {signed(e.total_reward[row])} · outcome {signed(e.outcome[row])} · {e.num_turns[row]} {e.num_turns[row] === 1 ? "turn" : "turns"} · {e.tokens[row]} sampled tokens · ended by {endName(index.texts.stop_reason[e.stop_reason[row]])}
           {e.num_sequences[row] > 1 ? ` · ${e.num_sequences[row]} token sequences` : ""} · {e.trained[row] ? "trained on" : "not trained on"}
         </p>
         <div role="tablist" aria-label="The episode">
