@@ -174,7 +174,12 @@ class BranchingCollector(Collector):
 
     def __init__(self, plain: Collector, branching: Branching) -> None:
         super().__init__(**{f.name: getattr(plain, f.name) for f in fields(Collector) if f.init})
-        self.plain, self.branching = plain, branching
+        self._plain, self.branching = plain, branching
+
+    @property
+    def plain(self) -> Collector:
+        """See `Collector.plain`."""
+        return self._plain
 
     async def collect_evaluation(
         self, tasks: Sequence[Task], *, seed: int

@@ -102,6 +102,11 @@ class Collector:
         """Returns the seconds since an episode last made progress, as far as it is known."""
         return self.progress.idle()
 
+    @property
+    def plain(self) -> Collector:
+        """The collector of evaluations, whose groups have no branches."""
+        return self
+
     def describe(self) -> str:
         """Returns what the episodes in flight wait for."""
         return self.progress.describe()

@@ -277,6 +277,9 @@ def test_the_budget_ends_branching_within_one_turn_and_evaluations_have_no_branc
     )
     groups = asyncio.run(running.collect_evaluation([Task(env_id="test", seed=0)], seed=0))
     assert [len(group.episodes) for part in groups for group in part] == [1, 1]
+    how = {"seed": 0, "group_size": 2}  # that of `GSPOAgent.evaluate`
+    (group,) = asyncio.run(running.plain.collect([Task(env_id="test", seed=0)], **how))
+    assert len(group.episodes) == 2
     with pytest.raises(ConfigError, match=r"expected rollout.workers 'asyncio'"):
         EveryTurn().wrap(
             Collector(Babbler(chat), chat, EnvPool(Counter), RolloutConfig(workers="ray:2"))
