@@ -197,14 +197,15 @@ def _json(text: str) -> Any:
 
 
 def change(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Replaces fields of a config, each named as `gspo_env.config.resolve` reads it.
+    """Replaces fields of a config, each named as `gspo_env.config.resolve` reads it, or tables.
 
     Raises:
         ConfigError: No field, or more than one, has that name, or the value is invalid.
     """
     for name, value in changes.items():
         tree: Any = value
-        for part in reversed(resolve(config, name).split(".")):
+        is_table = isinstance(value, Mapping) and hasattr(config, name)
+        for part in reversed([name] if is_table else resolve(config, name).split(".")):
             tree = {part: tree}
         config = override(config, tree)
     return config

@@ -33,7 +33,7 @@ from gspo_env.training.resume import generator_states, set_generator_states
 from gspo_env.training.rollout_buffer import Batch, RolloutBuffer
 from gspo_env.training.split import Split, draw_tasks
 from gspo_env.training.weight_check import check_sync
-from gspo_env.types import FloatArray, Group, Score, Task
+from gspo_env.types import Episode, FloatArray, Group, Score, Task
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +101,8 @@ class Loop:
     """Which rewards the estimator learns from, in each environment."""
     step: int = 0
     """Steps that are done."""
-    played: int = 0
-    """Training episodes that were played."""
+    played: float = 0.0
+    """Training episodes that were played; a branch counts as the share of its turns."""
     results: list[StepResult] = field(default_factory=list)
     """What the curriculum sees: the results of every step."""
     best: dict[str, float] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class Loop:
         for group in [*batch.groups, *batch.unused]:
             key = json.dumps(group.task.options, sort_keys=True)
             by_options.setdefault(key, []).append(group)
-        metrics = {"rollout/episodes_before": float(self.played)}
+        metrics = {"rollout/episodes_before": self.played}
         record = getattr(self.config.curriculum, "record", None)
         for groups in by_options.values():
             episodes = [e for group in groups for e in group.episodes if not e.failed]
@@ -209,7 +209,8 @@ class Loop:
                 tasks = record(groups) if record else ()
                 self.results.append(StepResult(options, played.success, played.mean_return, tasks))
                 metrics |= self.results[-1].metrics()
-        self.played += sum(len(group.episodes) for group in [*batch.groups, *batch.unused])
+        groups_played = [*batch.groups, *batch.unused]
+        self.played += sum(_share_played(e) for group in groups_played for e in group.episodes)
         return metrics
 
     async def _forget_evaluation(self) -> None:
@@ -269,7 +270,7 @@ class Loop:
             ) from error
 
     def _restore(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
-        self.step, self.played = int(state["step"]), int(state["played"])
+        self.step, self.played = int(state["step"]), float(state["played"])
         self.best = dict(state["best"])
         self.history = [(int(step), dict(metrics)) for step, metrics in state["history"]]
         self.results = [StepResult(**result) for result in state["results"]]
@@ -354,7 +355,7 @@ class Loop:
         """Evaluates; returns the sampled groups."""
         with part("evaluation"):
             evaluation = await evaluate(self.collector, self.split.tasks)
-        metrics = evaluation.metrics() | {"eval/episodes_before": float(self.played)}
+        metrics = evaluation.metrics() | {"eval/episodes_before": self.played}
         self.history.append((self.step, metrics))
         self.reporter.evaluated(self.step, evaluation)
         return evaluation.groups
@@ -365,3 +366,8 @@ async def evaluate(collector: Collector, tasks: Sequence[Task]) -> Evaluation:
     started = time.perf_counter()
     sampled, greedy = await collector.collect_evaluation(tasks, seed=0)
     return Evaluation(sampled, greedy, time.perf_counter() - started)
+
+
+def _share_played(episode: Episode) -> float:
+    """Returns the share of an episode's turns that no other episode has played."""
+    return 1.0 - getattr(episode, "shared", 0) / max(1, len(episode.turns))

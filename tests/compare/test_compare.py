@@ -211,14 +211,17 @@ def test_two_arms_need_different_names():
 
 
 def test_the_table_of_a_file_and_the_command_line_meet():
-    table_ = {"grid": {"gamma": [0.0, 1.0]}, "arms": {"plain": {"gamma": 0.5}}}
+    plain = {"gamma": 0.5, "rollout": {"group_size": 3}}  # a setting, and a table of some
+    table_ = {"grid": {"gamma": [0.0, 1.0]}, "arms": {"plain": plain}}
     base = small(credit={"rms": 1.0})
     made = parse(check_table(table_), ["ratio_level=turn,token"], base, seeds=4)
     assert made.seeds == 4
     assert [arm.name for arm in made.arms] == [
         "0.0 · turn", "0.0 · token", "1.0 · turn", "1.0 · token", "plain"
     ]  # fmt: skip
-    assert made.config("Additive-v0", made.arms[0], 1).credit.rms == 1.0
+    first, last = (made.config("Additive-v0", made.arms[n], 1) for n in (0, -1))
+    assert first.credit.rms == 1.0
+    assert (last.rollout.group_size, last.rollout.max_turns) == (3, first.rollout.max_turns)
     for name, words in {
         "sedes": "expected one of",
         "until": "in its place, choose --seeds",
