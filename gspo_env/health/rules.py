@@ -313,10 +313,11 @@ def truncated(run: RunRecord, limit: float) -> Explanation | None:
     reason = max(over, key=lambda name: over[name])
     if over[reason] < limit and reasons[reason] < 1.0:
         return None
+    compaction = ", or add --compaction summary" if reason == "max_context" else ""
     return (
         f"{share(reasons[reason])} of the episodes {_LIMITS[reason][1]} {when(run)}.",
         f"Raise {_flag(run, reason)}, or shorten what fills it: observations, turns, or actions "
-        "of a model that does not end its turns.",
+        f"of a model that does not end its turns{compaction}.",
     )
 
 
