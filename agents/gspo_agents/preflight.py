@@ -267,14 +267,14 @@ def _check(agent: GSPOAgent, model: Any, demonstrations: Sequence[Episode]) -> l
     size = lengths.computed(1, 1)
     rows = {
         "preflight": f"measured in {time.perf_counter() - began:.0f} s with "
-        f"{torch.get_num_threads()} threads",
+        f"{_plural(torch.get_num_threads(), 'thread')}",
         "weights": f"{sizes.parameters / 1e6:,.1f} million in {dtype}, "
         f"{_trained(sizes, config) / 1e6:,.1f} million train",
         "memory": _describe(sizes, parts, free),
         "evaluation": f"{evaluated} episodes of about {size:,.0f} tokens, of which "
         f"{lengths.sampled:,.0f} are sampled: {_clock(evaluation)}",
         "step": f"{episodes} episodes: {_clock(rollout)} to play, {_clock(update)} to learn",
-        "run": f"{_clock(total)} for {count} evaluations, {config.steps} steps"
+        "run": f"{_clock(total)} for {_plural(count, 'evaluation')}, {_plural(config.steps, 'step')}"
         + (f" and {_clock(imitation)} of imitation" if imitation else ""),
     }
     progress.line("\n".join(f"{name:<13}{value}" for name, value in rows.items()))
@@ -562,3 +562,7 @@ def _clock(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} hours"
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -57,7 +57,7 @@ def load_gguf(name: str, dtype: str = "auto") -> tuple[Any, Any]:
         model, report = load.from_pretrained(
             path.parent,
             config=config,
-            dtype=getattr(torch, dtype),
+            dtype=torch.float32,  # as it is dequantised; else transformers warns of its kernels
             output_loading_info=True,
             trust_remote_code=False,
             **where,
@@ -71,6 +71,9 @@ def load_gguf(name: str, dtype: str = "auto") -> tuple[Any, Any]:
             f"the GGUF file {name!r} does not have exactly the weights of a "
             f"{type(model).__name__}: {', '.join(wrong[:4])}; expected a whole model"
         )
+    for parameter in model.parameters():  # not buffers: positions need float32
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    model.config.dtype = getattr(torch, dtype)
     # save_pretrained refuses a model that says that it is quantised
     del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False
