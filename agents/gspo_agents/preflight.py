@@ -274,7 +274,8 @@ def _check(agent: GSPOAgent, model: Any, demonstrations: Sequence[Episode]) -> l
         "evaluation": f"{evaluated} episodes of about {size:,.0f} tokens, of which "
         f"{lengths.sampled:,.0f} are sampled: {_clock(evaluation)}",
         "step": f"{episodes} episodes: {_clock(rollout)} to play, {_clock(update)} to learn",
-        "run": f"{_clock(total)} for {_plural(count, 'evaluation')}, {_plural(config.steps, 'step')}"
+        "run": f"{_clock(total)} for {_plural(count, 'evaluation')}, "
+        f"{_plural(config.steps, 'step')}"
         + (f" and {_clock(imitation)} of imitation" if imitation else ""),
     }
     progress.line("\n".join(f"{name:<13}{value}" for name, value in rows.items()))
