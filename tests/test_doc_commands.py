@@ -60,6 +60,7 @@ ELSEWHERE = {
     "gspo-env evaluate --model smollm2": "needs the package of a model",
     "gspo-env train --env gspo/Program-v0": "needs tasks that a Python block writes",
     "gspo-env compare --config examples/compare.toml": "takes hours; see tests/compare",
+    "gspo-env compare --recipe smollm2": "needs the package of a model, and an hour",
     "gspo-env compare --config studies/credit/distillation.toml": "needs a trained teacher",
 }
 """The beginnings of commands that are not run here, each with the reason."""

@@ -116,7 +116,7 @@ class Reporter:
             self._trace(step, "eval", dict(enumerate(evaluation.groups)))
             self._trace(step, "greedy", dict(enumerate(evaluation.greedy_groups)))
 
-    def kept(self, groups: int) -> Collection[int]:
+    def groups_to_keep(self, groups: int) -> Collection[int]:
         """Returns the indices of the training groups to keep the episodes of."""
         return self.episodes.groups_to_keep(groups)
 

@@ -204,7 +204,7 @@ class BranchingCollector(Collector):
     async def _play(
         self, request: RolloutRequest, gate: asyncio.Semaphore, sessions: Sessions
     ) -> Group:
-        first = self._part(_SnapshotPool(self.pool), partial(KeepingPolicy, kept=sessions))
+        first = self._part(_SnapshotPool(self.pool), partial(KeepingPolicy, sources=sessions))
         group = await first.play(request, gate)
         episodes: list[Episode] = [
             _numbered(episode, number, None, 0) for number, episode in enumerate(group.episodes)
@@ -274,20 +274,20 @@ class KeepingPolicy(EnginePolicy):
     """Keeps what the engine caches of its episode, for those that branch from it.
 
     Args:
-        kept: Gets the names of its caches.
+        sources: Gets the names of its caches.
     """
 
-    def __init__(self, *args: Any, kept: Sessions) -> None:
+    def __init__(self, *args: Any, sources: Sessions) -> None:
         super().__init__(*args)
-        self.kept = kept
+        self.sources = sources
 
     def release(self) -> None:
         """See `EnginePolicy.release`."""
         ids = tuple(self.transcript.ids) if self.transcript else ()
-        if ids in self.kept:  # of an equal episode
+        if ids in self.sources:  # of an equal episode
             super().release()
         else:
-            self.kept[ids] = self.sessions
+            self.sources[ids] = self.sessions
 
 
 class ContinuationPolicy(EnginePolicy):
@@ -333,9 +333,9 @@ class ContinuationPolicy(EnginePolicy):
             "info": (_plain(inputs.request), _plain(before.info if before else self.past.reset)),
             "prompt": (output.prompt_ids, expected.prompt_ids),
         }
-        for name, (value, wanted) in pairs.items():
-            if value != wanted:
-                raise _refused(self.past, turn, f"its {name} is {value!r}, expected {wanted!r}")
+        for name, (value, original) in pairs.items():
+            if value != original:
+                raise _refused(self.past, turn, f"its {name} is {value!r}, expected {original!r}")
 
 
 @dataclass(slots=True)

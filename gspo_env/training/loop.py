@@ -53,7 +53,7 @@ class Reporter(Protocol):
         """Reports an evaluation."""
         ...
 
-    def kept(self, groups: int) -> Collection[int]:
+    def groups_to_keep(self, groups: int) -> Collection[int]:
         """Returns the indices of the training groups to keep the episodes of."""
         ...
 
@@ -163,8 +163,8 @@ class Loop:
         metrics |= config.compaction.metrics(groups)
         credit = self._credit(groups, [*before, *groups])
         samples, places = self._samples(groups, credit.advantages)
-        kept = self.reporter.kept(len(groups))
-        numbers = {n: place for n, place in enumerate(places) if place[0] in kept}
+        recorded = self.reporter.groups_to_keep(len(groups))
+        numbers = {n: place for n, place in enumerate(places) if place[0] in recorded}
         if not self.buffer.ahead:
             await self.collector.engine.sleep()
         tokens: dict[Place, TokenValues] = {}
@@ -182,7 +182,7 @@ class Loop:
         self.step = step
         self.history.append((step, metrics))
         self.reporter.trained(step, stats, metrics)
-        self.reporter.played(step, {p: groups[p] for p in sorted(kept)}, tokens)
+        self.reporter.played(step, {p: groups[p] for p in sorted(recorded)}, tokens)
         check_first_steps(config, self.history, self.reporter.warned)
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
             await self._evaluate()

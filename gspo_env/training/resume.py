@@ -143,8 +143,8 @@ def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> 
     """
     text = checkpoint.numbers["config"]
     saved = parse(run / "config.toml", text)
-    wanted = {} if config is None else flatten(tomllib.loads(to_toml(config)))
-    same = {name: value for name, value in saved.untrusted.items() if wanted.get(name) == value}
+    requested = {} if config is None else flatten(tomllib.loads(to_toml(config)))
+    same = {name: value for name, value in saved.untrusted.items() if requested.get(name) == value}
     moved = config is not None and moved_only(saved.env, config.env)
     saved.settings(same, env=config.env if config is not None and moved else "")
     before = from_dict(tomllib.loads(text))

@@ -188,12 +188,12 @@ def _spare(keys: Sequence[str], probes: Counter[str | None], num_tasks: int | No
     if sum(probes[key] for key in keys) <= most:
         return list(keys)
     number = num_tasks or len({*keys, *probes})
-    kept: list[str] = []
+    spare: list[str] = []
     for key in keys:
-        if len(kept) + 1 <= _SHARE * number and probes[key] <= most:
-            kept.append(key)
+        if len(spare) + 1 <= _SHARE * number and probes[key] <= most:
+            spare.append(key)
             most -= probes[key]
-    return kept
+    return spare
 
 
 def _select(
@@ -201,15 +201,15 @@ def _select(
 ) -> list[tuple[Task, str]]:
     """Replaces the tasks whose keys are not held out by further ones whose keys are."""
     count = len(pairs)
-    kept = [pair for pair in pairs if pair[1] in held_out]
+    evaluated = [pair for pair in pairs if pair[1] in held_out]
     for begin in range(count, _MOST * count, count):
-        if len(kept) == count:
+        if len(evaluated) == count:
             break
         tasks = _tasks(env_id, range(HELD_OUT + begin, HELD_OUT + begin + count))
         more = zip(tasks, _keys(read, tasks), strict=True)
-        kept += [(task, str(key)) for task, key in more if key in held_out]
-        del kept[count:]
-    return kept
+        evaluated += [(task, str(key)) for task, key in more if key in held_out]
+        del evaluated[count:]
+    return evaluated
 
 
 def _tasks(env_id: str, seeds: Iterable[int]) -> tuple[Task, ...]:
