@@ -300,8 +300,8 @@ def read_episodes(
     files = episode_files(run)
     if not files:
         raise OutputError(
-            f"{str(run)!r} has kept no episodes; expected the folder of a run that trained "
-            "without `--keep-episodes none`"
+            f"{str(run)!r} {'has kept no episodes' if run.is_dir() else 'is no folder'}; expected "
+            "the folder of a run that trained without `--keep-episodes none`"
         )
     files = [f for f in files if f.phase in phases and (steps is None or f.step in steps)]
     tables = [table for file in files if (table := read_table(file.path)) is not None]
