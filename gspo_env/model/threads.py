@@ -12,8 +12,7 @@ import torch
 from gspo_env.registry import load_function
 
 SMALL = 5_000_000
-"""Parameters below which one thread is used: where two gain less than a tenth, see
-`benchmarks/threads.py`."""
+"""Parameters below which one thread is used, since two gain less than a tenth."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Names of options of glibc's `mallopt`."""
 _KEPT = 1 << 30
