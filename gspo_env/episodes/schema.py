@@ -300,7 +300,7 @@ def read_episodes(
     files = episode_files(run)
     if not files:
         raise OutputError(
-            f"{str(run)!r} {'has kept no episodes' if run.is_dir() else 'is no folder'}; expected "
+            f"{str(run)!r} {'has kept no episodes' if Path(run).is_dir() else 'is no folder'}; expected "
             "the folder of a run that trained without `--keep-episodes none`"
         )
     files = [f for f in files if f.phase in phases and (steps is None or f.step in steps)]
