@@ -299,9 +299,10 @@ def read_episodes(
         raise OutputError(f"phases has {sorted(unknown)}; expected some of {', '.join(PHASES)}")
     files = episode_files(run)
     if not files:
+        lack = "has kept no episodes" if Path(run).is_dir() else "is no folder"
         raise OutputError(
-            f"{str(run)!r} {'has kept no episodes' if Path(run).is_dir() else 'is no folder'}; expected "
-            "the folder of a run that trained without `--keep-episodes none`"
+            f"{str(run)!r} {lack}; expected the folder of a run that trained without "
+            "`--keep-episodes none`"
         )
     files = [f for f in files if f.phase in phases and (steps is None or f.step in steps)]
     tables = [table for file in files if (table := read_table(file.path)) is not None]
