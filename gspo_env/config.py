@@ -187,14 +187,17 @@ def with_score(config: Config, score: Score | None) -> Config:
     return replace(config, credit=replace(config.credit, score=score))
 
 
-def check_score(config: Config) -> None:
-    """Rejects a score for an estimator that uses none.
+def check_estimator(config: Config) -> None:
+    """Rejects settings that do not go with the estimator.
 
     A config does not check this itself, because its fields may change one by one.
 
     Raises:
-        ConfigError: The estimator has its own rewards, and `credit.score` is not `auto`.
+        ConfigError: The estimator has its own rewards, and `credit.score` is not `auto`; it does
+            not compare branches; or it refuses its own settings, in a method `check_config`.
     """
+    config.branching.check(config)
+    getattr(config.advantage, "check_config", lambda: None)()
     if config.credit.score != "auto" and not getattr(config.advantage, "uses_score", True):
         raise ConfigError(
             f"credit.score is {config.credit.score!r}, which the estimator "

@@ -30,7 +30,7 @@ from gspo_agents.setup import (
     start_engine,
 )
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
+from gspo_env.config import Config, check_estimator, from_dict, override, to_toml, with_score
 from gspo_env.engines import Completion, Engine, Sampling, check_completion
 from gspo_env.env.registration import env_setting
 from gspo_env.errors import ConfigError
@@ -94,7 +94,7 @@ class GSPOAgent:
         self.config = config or (Config(model=name) if name else Config.from_recipe())
         if env:
             self.config = replace(self.config, env=env_setting(env))
-        check_score(self.config)
+        check_estimator(self.config)
         check_engine(self.config, ranks)
         getattr(self.config.engine, "require", lambda: None)()
         self.environments = Environments(self.config, self, self._make_env)

@@ -88,6 +88,12 @@ class Capture:
             for episode in _best(group, self.best)
             if all(condition(_numbers(episode)) for condition in conditions)
         ]
+        if self.keep and not whole:
+            names = sorted({name for episode in played for name in _numbers(episode)})
+            raise ConfigError(
+                f"keep is {self.keep!r}, which none of {len(played)} episodes meets; expected a "
+                f"condition on {', '.join(names)} that some meet"
+            )
         chat = None if scripted else agent.chat
         lines = [line for episode in whole for line in to_lines(episode, chat)]
         with Path(self.out).open("x", encoding="utf-8") as file:
@@ -104,10 +110,11 @@ class Capture:
         Raises:
             ConfigError: Something is missing, or the file exists.
         """
-        for name in ("model", "out") if self.env else ("model", "data", "out"):
+        is_one = len(list(filter(None, (self.env, self.program, self.command)))) == 1
+        for name in ("model", "out") if self.env or not is_one else ("model", "data", "out"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is ''; expected --{name}, see gspo-env capture --help")
-        if len(list(filter(None, (self.env, self.program, self.command)))) != 1:
+        if not is_one:
             raise ConfigError("expected one of --env, --program and --command")
         if self.model == "scripted" and self.temperature is not None:
             raise ConfigError(

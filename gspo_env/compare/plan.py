@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from gspo_env.config import Config, check_score, convert, override, resolve, to_dict
+from gspo_env.config import Config, check_estimator, convert, override, resolve, to_dict
 from gspo_env.env.registration import label
 from gspo_env.errors import ConfigError
 from gspo_env.registry import check_values
@@ -61,7 +61,7 @@ class Comparison:
         for problem in self.problems.values():
             for arm in self.arms:
                 _refuse_other_tasks(problem, arm)
-                check_score(change(problem, arm.changes))
+                check_estimator(change(problem, arm.changes))
         if len(names) < 2 or twice is not None:  # after the arms, one of which may be misspelled
             raise ConfigError(
                 f"arms are {names}; expected at least two with different names, such as those of "

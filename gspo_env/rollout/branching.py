@@ -19,7 +19,6 @@ import numpy as np
 from annotated_types import Ge
 from gymnasium.wrappers import OrderEnforcing
 
-from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.credit.branches import BranchedEpisode, shared_turns
 from gspo_env.engines.base import Completion, Engine, Sampling
 from gspo_env.env.base import TextEnvironment, attribute
@@ -77,7 +76,7 @@ class Branching:
             )
         return BranchingCollector(collector, self)
 
-    def check(self, config: Any, chat: ChatTokenizer) -> None:
+    def check(self, config: Any) -> None:
         """Checks the other settings of a run before it begins.
 
         Raises:

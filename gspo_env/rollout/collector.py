@@ -307,7 +307,7 @@ class PlainEpisodes:
         """Returns the collector."""
         return collector
 
-    def check(self, config: object, chat: ChatTokenizer) -> None:
+    def check(self, config: object, chat: ChatTokenizer | None = None) -> None:
         """Accepts the other settings of a run."""
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Interval
@@ -63,6 +64,25 @@ class Distillation:
         """Raises an error: a run calls `bind` first."""
         raise ConfigError("the estimator 'distillation' has no teacher; expected a call of bind()")
 
+    def check_config(self) -> None:
+        """Checks the teacher before anything is trained.
+
+        Raises:
+            ConfigError: There is no teacher.
+        """
+        if self.teacher == "self" and not self.hint:
+            raise ConfigError(
+                "teacher is 'self' and hint is ''; expected a hint such as solution, or the folder "
+                "of another model: a teacher that reads the same agrees with the policy"
+            )
+        folder = Path(self.teacher)
+        if folder.is_dir() and not any(
+            (folder / n / "config.json").exists() for n in ("", "model")
+        ):
+            raise ConfigError(
+                f"teacher is {self.teacher!r}, a folder without config.json; expected a model"
+            )
+
     def bind(self, learner: Trainer, collector: Collector) -> BoundDistillation:
         """Loads the teacher.
 
@@ -74,11 +94,7 @@ class Distillation:
             ConfigError: There is no teacher, or it has another tokenizer.
             ModelError: The teacher cannot be loaded.
         """
-        if self.teacher == "self" and not self.hint:
-            raise ConfigError(
-                "teacher is 'self' and hint is ''; expected a hint such as solution, or the folder "
-                "of another model: a teacher that reads the same agrees with the policy"
-            )
+        self.check_config()
         bind = load_function("gspo_env.training.teacher:bind", "teacher")
         bound: BoundDistillation = bind(self, learner, collector)
         return bound

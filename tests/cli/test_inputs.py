@@ -46,7 +46,24 @@ def _folder(tmp_path, monkeypatch):
             ["capture", "--model", "scripted", "--env", "gspo/Lookup-v0"],
             "out is ''; expected --out",
         ),
-        (["capture", "--model", "scripted", "--out", "x"], "data is ''; expected --data"),
+        (["capture", "--model", "scripted", "--out", "x"], "expected one of --env, --program"),
+        (
+            [
+                *("capture", "--model", "scripted", "--env", "gspo/Story-v0"),
+                *("--episodes", "2", "--keep", "nope > 1", "--out", "x"),
+            ],
+            "none of 2 episodes meets; expected a condition on reward, success, turns",
+        ),
+        (["train", "--advantage", "distillation"], "teacher is 'self' and hint is ''; expected a"),
+        (["compare", "--arm", "branching=every,none"], "which would weigh a branch as a whole"),
+        *(
+            (["train", "--env", "gspo/Dialogue-v0", "--env-kwargs", argument], words)
+            for argument, words in (
+                ("domain=hotels", "domain is 'hotels'; expected orders, bookings, module:Class or"),
+                ("tasks=list.json", "the domain 'orders' draws its own; expected your own domain"),
+                ("early_answer=x", "early_answer is 'x', expected a number from 0 to 1"),
+            )
+        ),
         (["capture", "--model", "scripted", "--env", "gspo/Lokup-v0", "--out", "x"], "Lookup-v0"),
         (["serve"], "the model is ''; expected the folder of a run or a hub id"),
         (["train", "--recipe", "imitate"], "the recipe 'imitate' makes none; expected a model"),

@@ -210,7 +210,7 @@ def test_what_compaction_and_branching_cannot_do_is_refused_in_one_sentence(chat
 def check(chat, **changes):
     """Checks a config as a run does before it begins."""
     config = override(Config(), {"compaction": "summary", **changes})
-    config.branching.check(config, chat)
+    config.branching.check(config)
     config.compaction.check(config, chat)
 
 

@@ -15,7 +15,7 @@ from gspo_env.rewards.client import ChatClient
 from gspo_env.seeding import fingerprint
 from gspo_envs.dialogue.task import DialogueTask, Domain, read_tau2
 from gspo_envs.dialogue.users import ModelUser, ScriptedUser
-from gspo_envs.text.answer import AnswerEnv
+from gspo_envs.text.answer import AnswerEnv, probability
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +57,18 @@ class DialogueEnv(AnswerEnv):
     ) -> None:
         """Makes the domain and reads the tasks."""
         super().__init__(max_turns)
+        if domain not in _DOMAINS and ":" not in domain:
+            raise ConfigError(
+                f"domain is {domain!r}; expected {', '.join(_DOMAINS)}, module:Class or "
+                "file.py:Class"
+            )
         instance = load_function(_DOMAINS.get(domain, domain), "domain")()
         if not isinstance(instance, Domain):
             raise ConfigError(f"domain is {domain!r}; expected {', '.join(_DOMAINS)}, or a Domain")
         if user != "scripted" and not user.startswith(("http://", "https://")):
             raise ConfigError(f"user is {user!r}; expected 'scripted' or an http address")
-        self.domain, self.system_prompt, self.early_answer = instance, instance.rules, early_answer
+        self.domain, self.system_prompt = instance, instance.rules
+        self.early_answer = probability("early_answer", early_answer)
         self._client = None
         if user != "scripted":
             self._client = ChatClient(
@@ -77,6 +83,11 @@ class DialogueEnv(AnswerEnv):
             )
         self.blocking, self.replays = self._client is not None, self._client is None
         self._tasks: list[DialogueTask] = []
+        if tasks is not None and domain in _DOMAINS:
+            raise ConfigError(
+                f"tasks is {tasks!r}, and the domain {domain!r} draws its own; expected your own "
+                "domain, as module:Class or file.py:Class"
+            )
         if tasks is not None:
             self._tasks, skipped = read_tau2(tasks, instance.script())
             self.num_tasks = len(self._tasks)

@@ -69,6 +69,17 @@ class TaskEnv(ToolEnv):
         return info
 
 
+def probability(name: str, value: Any) -> float:
+    """Returns an argument that is a probability.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if type(value) not in (int, float) or not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{name} is {value!r}, expected a number from 0 to 1.")
+    return float(value)
+
+
 class AnswerEnv(TaskEnv):
     """A right answer earns 1.0 and ends the episode with success; a wrong one only ends it."""
 
@@ -114,7 +125,8 @@ class ChainEnv(AnswerEnv):
     def __init__(self, lengths: tuple[int, int], longest: int, early_answer: float) -> None:
         """Sets the range of the number of steps."""
         super().__init__(lengths[1] + 4)
-        self._lengths, self._longest, self.early_answer = lengths, longest, early_answer
+        self._lengths, self._longest = lengths, longest
+        self.early_answer = probability("early_answer", early_answer)
         self._values: list[Any] = []
         self._progress = 0
 

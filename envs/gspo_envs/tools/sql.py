@@ -12,7 +12,7 @@ from gspo_env.env.base import extract_tag
 from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
 from gspo_env.seeding import fingerprint
-from gspo_envs.text.answer import AnswerEnv
+from gspo_envs.text.answer import AnswerEnv, probability
 from gspo_envs.tools.sqlite import MAX_ROWS, Database, Row, SQLError, is_short
 
 _NAMES = "Ada Ben Cleo Dan Eva Finn Gia Hugo Ida Jon Kim Leo Mia Noa Oli Pia Quin Rosa Sam Tess"
@@ -95,7 +95,7 @@ class SQLEnv(AnswerEnv):
         super().__init__(max_turns)
         if not 10 <= rows <= 1000:
             raise ConfigError(f"SQL: rows is {rows}, expected 10 to 1000.")
-        self.rows, self.early_answer = rows, early_answer
+        self.rows, self.early_answer = rows, probability("early_answer", early_answer)
         self._databases: list[Database] = []
         self._schemas: dict[str, str] = {}
 
