@@ -192,6 +192,10 @@ def test_a_trl_function_gets_messages_where_the_prompt_is_a_chat():
     assert env.step(Action("Hello", (4, 5)))[1] == 1.0
     answer = [{"role": "assistant", "content": "Hello"}]
     assert seen == {"p": [chat], "c": [answer], "ids": [[4, 5]], "s": ["web"], "t": None}
+    env = make([{"prompt": "Hi"}], look)
+    env.reset(seed=0)
+    with pytest.raises(ConfigError, match="'look' needs the column source; the rows have prompt"):
+        env.step("Hello")
 
 
 CHAT = [

@@ -215,6 +215,10 @@ def _trl(function: Callable[..., Any]) -> Callable[[Attempt], Any]:
     """Wraps a function with TRL's signature to score one completion, as a batch of one."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    required = [
+        name for name, p in parameters.items() if p.default is p.empty and p.kind not in variable
+    ]
 
     def call(attempt: Attempt) -> Any:
         messages = list(attempt.completion)
@@ -228,6 +232,11 @@ def _trl(function: Callable[..., Any]) -> Callable[[Attempt], Any]:
         }
         arguments.pop("prompt", None)
         arguments.pop("completion", None)
+        if lacking := [name for name in required if name not in arguments]:
+            raise ConfigError(
+                f"the reward {getattr(function, '__name__', function)!r} needs the column "
+                f"{' and '.join(lacking)}; the rows have {', '.join(attempt.row)}"
+            )
         return function(**{k: v for k, v in arguments.items() if takes_all or k in parameters})
 
     return call
