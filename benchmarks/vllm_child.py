@@ -29,10 +29,8 @@ for line in sys.stdin:
     request = json.loads(line)
     llm.reset_prefix_cache()
     params = [
-        SamplingParams(
-            max_tokens=request["new"], ignore_eos=True, seed=n, logprobs=0, detokenize=False
-        )
-        for n in range(len(request["prompts"]))
+        SamplingParams(max_tokens=request["new"], ignore_eos=True, logprobs=0, detokenize=False)
+        for _ in request["prompts"]
     ]
     prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
     started = clock()
