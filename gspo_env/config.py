@@ -195,6 +195,7 @@ def check_estimator(config: Config) -> None:
     Raises:
         ConfigError: The estimator has its own rewards, and `credit.score` is not `auto`; it does
             not compare branches; or it refuses its own settings, in a method `check_config`.
+        ModelError: Its teacher is no model.
     """
     config.branching.check(config)
     getattr(config.advantage, "check_config", lambda: None)()

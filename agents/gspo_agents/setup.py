@@ -133,12 +133,14 @@ def check_learning(model: Any, config: Config, chat: ChatTokenizer) -> None:
     """Tries what only training needs before a folder is made.
 
     Raises:
-        ConfigError: Compaction does not go with other settings, a tracker's address does not
-            answer, the optimiser cannot be made, or the engine cannot play ahead.
+        ConfigError: Compaction does not go with other settings, the estimator's teacher has another
+            tokenizer, a tracker's address does not answer, the optimiser cannot be made, or the
+            engine cannot play ahead.
         MissingExtraError: The optimiser needs a package that is not installed.
         ModelError: The model cannot have the adapter.
     """
     config.compaction.check(config, chat)
+    getattr(config.advantage, "check_tokenizer", lambda _: None)(chat)
     check_trackers(config.tracker)
     if config.supply.max_staleness and name_of("engine", config.engine) not in BUILTIN["engine"]:
         start_engine(model, config, ahead=True).close()

@@ -112,21 +112,11 @@ def load_model(
     """
     import transformers
 
-    folder = Path(name)
-    if not folder.is_dir() and (name in PACKAGED or folder.suffix == ".gguf"):
+    if _is_gguf(name):
         load_gguf = load_function("gspo_env.model.gguf:load_gguf", "model")
         pair: tuple[Any, Any] = load_gguf(name, dtype)
         return pair
-    if folder.is_dir() and not (folder / "config.json").exists():
-        if (folder / "model" / "config.json").exists():
-            return load_model(str(folder / "model"), dtype, kind)
-        adapter = ", but it has an adapter" if (folder / _ADAPTER).exists() else ""
-        raise ModelError(
-            f"{name!r} is a folder without config.json{adapter}; expected a saved model"
-        )
-    _check_place(name)
-    offline = "" if folder.is_dir() else _hub_problem()
-    local = folder.is_dir() or bool(offline)
+    name, local, offline = _locate(name)
     tokenizer = _load_tokenizer(name, local, offline)
     try:
         if dtype == "auto" and not torch.cuda.is_available():
@@ -172,6 +162,38 @@ def match_tokenizer(model: Any, tokenizer: Any) -> tuple[int, ...]:
         one = [ids] if isinstance(ids, int) and ids in tokenizer.added_tokens_decoder else []
         ends.update(ids if isinstance(ids, (list, tuple)) else one)
     return tuple(sorted(ends))
+
+
+def load_tokenizer(name: str) -> Any:
+    """Loads the tokenizer of a model; see `load_model`.
+
+    Raises:
+        ModelError: It is missing or cannot be loaded.
+    """
+    return load_model(name)[1] if _is_gguf(name) else _load_tokenizer(*_locate(name))
+
+
+def _is_gguf(name: str) -> bool:
+    return not Path(name).is_dir() and (name in PACKAGED or Path(name).suffix == ".gguf")
+
+
+def _locate(name: str) -> tuple[str, bool, str]:
+    """Returns the model's folder or hub id, whether to ask the hub for nothing, and why.
+
+    Raises:
+        ModelError: There is no such folder, or no model in it.
+    """
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        if (folder / "model" / "config.json").exists():
+            return _locate(str(folder / "model"))
+        adapter = ", but it has an adapter" if (folder / _ADAPTER).exists() else ""
+        raise ModelError(
+            f"{name!r} is a folder without config.json{adapter}; expected a saved model"
+        )
+    _check_place(name)
+    offline = "" if folder.is_dir() else _hub_problem()
+    return name, folder.is_dir() or bool(offline), offline
 
 
 def _load_tokenizer(name: str, local: bool, offline: str) -> Any:

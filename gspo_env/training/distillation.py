@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Interval
 
@@ -13,6 +12,7 @@ from gspo_env.errors import ConfigError
 from gspo_env.registry import check_values, find, load_function
 
 if TYPE_CHECKING:
+    from gspo_env.chat.transcript import ChatTokenizer
     from gspo_env.learner.settings import Trainer
     from gspo_env.rollout.collector import Collector
     from gspo_env.training.teacher import BoundDistillation
@@ -69,19 +69,30 @@ class Distillation:
 
         Raises:
             ConfigError: There is no teacher.
+            ModelError: The teacher is no model.
         """
-        if self.teacher == "self" and not self.hint:
+        if self.teacher != "self":
+            self._tokenizer()
+        elif not self.hint:
             raise ConfigError(
                 "teacher is 'self' and hint is ''; expected a hint such as solution, or the folder "
                 "of another model: a teacher that reads the same agrees with the policy"
             )
-        folder = Path(self.teacher)
-        if folder.is_dir() and not any(
-            (folder / n / "config.json").exists() for n in ("", "model")
-        ):
+
+    def check_tokenizer(self, chat: ChatTokenizer) -> None:
+        """Checks that the teacher has the policy's tokenizer.
+
+        Raises:
+            ConfigError: It has another one.
+        """
+        if self.teacher != "self" and self._tokenizer().get_vocab() != chat.tokenizer.get_vocab():
             raise ConfigError(
-                f"teacher is {self.teacher!r}, a folder without config.json; expected a model"
+                f"teacher is {self.teacher!r}, whose tokenizer is not the policy's; expected a "
+                "model with the same token ids"
             )
+
+    def _tokenizer(self) -> Any:
+        return load_function("gspo_env.model.load:load_tokenizer", "teacher")(self.teacher)
 
     def bind(self, learner: Trainer, collector: Collector) -> BoundDistillation:
         """Loads the teacher.
@@ -95,6 +106,7 @@ class Distillation:
             ModelError: The teacher cannot be loaded.
         """
         self.check_config()
+        self.check_tokenizer(collector.chat)
         bind = load_function("gspo_env.training.teacher:bind", "teacher")
         bound: BoundDistillation = bind(self, learner, collector)
         return bound

@@ -13,7 +13,7 @@ from torch import Tensor
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.errors import ConfigError, TrainingError
+from gspo_env.errors import TrainingError
 from gspo_env.learner.settings import Trainer
 from gspo_env.model.check import RunMode, check_model
 from gspo_env.model.load import load_model, match_tokenizer
@@ -44,11 +44,6 @@ def _score_with(teacher: str, learner: Trainer, collector: Collector) -> Score:
     if teacher == "self":
         return lambda part: learner.logprobs(learner.pack(part))
     model, tokenizer = load_model(teacher)
-    if tokenizer.get_vocab() != collector.chat.tokenizer.get_vocab():
-        raise ConfigError(
-            f"teacher is {teacher!r}, whose tokenizer is not the policy's; expected a model with "
-            "the same token ids"
-        )
     match_tokenizer(model, tokenizer)
     check, device = check_model(model), next(learner.policy.parameters()).device
     scorer = Scorer(

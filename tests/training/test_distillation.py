@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.chat import ChatTokenizer
 from gspo_env.config import Config
 from gspo_env.credit.estimators import Outcome
-from gspo_env.errors import ConfigError, TrainingError
+from gspo_env.errors import ConfigError, ModelError, TrainingError
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model.load import save_model
 from gspo_env.recipes.build import build_model, build_tokenizer
@@ -207,21 +208,50 @@ def test_wrong_settings_are_refused(
         bind(Distillation(**settings), learner)
 
 
-def test_a_run_distils_its_teacher(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {
-        "env": "gspo/GuessNumber-v0",
-        "env_kwargs": {"high": 3},
-        "steps": 1,
-        "eval_tasks": 4,
-        "tasks_per_step": 2,
-        "recipe": {"demonstrations": 20, "imitation_steps": 1, "hidden_size": 16, "layers": 1},
-        "tracker": {"name": "none"},
-    }
+CHANGES: dict[str, Any] = {
+    "env": "gspo/GuessNumber-v0",
+    "env_kwargs": {"high": 3},
+    "steps": 1,
+    "eval_tasks": 4,
+    "tasks_per_step": 2,
+    "recipe": {"demonstrations": 20, "imitation_steps": 1, "hidden_size": 16, "layers": 1},
+    "tracker": {"name": "none"},
+}
+
+
+def distil(teacher: str, output: Path) -> Config:
+    advantage = {"name": "distillation", "teacher": teacher}
+    return Config.from_recipe("tiny", **CHANGES, output=str(output), advantage=advantage)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "nowhere", "nowhere.gguf", "emptied"])
+def test_a_teacher_that_is_no_model_is_refused_before_any_episode(
+    name: str, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from gspo_agents.gspo import GSPOAgent
 
-    first = GSPOAgent(config=Config.from_recipe("tiny", **changes, output=str(tmp_path / "first")))
+    shutil.copytree(teacher, tmp_path / "emptied")
+    (tmp_path / "emptied" / "tokenizer.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=name):
+        GSPOAgent(config=distil(name, tmp_path / "run"))
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_before_imitation(
+    teacher: str, tmp_path: Path
+) -> None:
+    from gspo_agents.gspo import GSPOAgent
+
+    agent = GSPOAgent(config=distil(teacher, tmp_path / "run"))
+    with pytest.raises(ConfigError, match="whose tokenizer is not the policy's"):
+        agent.train()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_distils_its_teacher(tmp_path: Path) -> None:
+    from gspo_agents.gspo import GSPOAgent
+
+    first = GSPOAgent(config=Config.from_recipe("tiny", **CHANGES, output=str(tmp_path / "first")))
     first.train()
-    advantage = {"name": "distillation", "teacher": str(tmp_path / "first")}
-    changes |= {"output": str(tmp_path / "second"), "advantage": advantage, "seed": 1}
-    history = GSPOAgent(config=Config.from_recipe("tiny", **changes)).train()
+    history = GSPOAgent(config=distil(str(tmp_path / "first"), tmp_path / "second")).train()
     assert max(metrics.get("train/advantage_rms", 0.0) for _, metrics in history) > 0.0
