@@ -592,7 +592,7 @@ def strict(schema, kind="chat"):
         ),
     }[kind]
     conversation = {"input": hi} if kind == "responses" else {"messages": hi}
-    return wire.read({"model": "m", **conversation, **body}, "id").request.tools
+    return wire.read({"model": "m", **conversation, **body}, "id").tools
 
 
 KEY = {

@@ -39,6 +39,8 @@ from gspo_env.health.startup import check_changed_files, check_start
 from gspo_env.model.head import usable_ids
 from gspo_env.model.load import (
     add_adapter,
+    has_adapter,
+    load_adapter,
     load_model,
     make_output,
     match_tokenizer,
@@ -135,6 +137,7 @@ class GSPOAgent:
         self._ranks = ranks
         self._trained, self._skipped = False, 0
         self._source = (model or self.config.model) if isinstance(model, str) else ""
+        self._imitates = bool(self._source) and getattr(self.config.recipe, "demonstrates", False)
         self._resumed: Resumed | None = None
         self._engine: Engine | None = None
         self._conversation, self._loop, self._starting = local(), EngineLoop(), Lock()
@@ -156,13 +159,8 @@ class GSPOAgent:
         seed_generators(
             derive_seed(config.seed, "generators")
         )  # a checkpoint replaces their states
-        recipe: Any = config.recipe
-        if self._source and resumed is None and getattr(recipe, "demonstrates", False):
-            gather = load_function("gspo_agents.demonstrations:gather", "recipe")
-            shown = gather(self)
-            self._start = Start(model=self.model, tokenizer=self.tokenizer, episodes=shown)
-            if not config.learner.lora_rank:
-                self._source = ""  # the run begins with the model that has imitated
+        if resumed is None:
+            self._gather()
         findings: list[Finding] = []
         if resumed is None:
             check = partial(check_start, undemonstrated=self._undemonstrated)
@@ -273,6 +271,7 @@ class GSPOAgent:
         resumed = open_run(Path(path), config)
         agent = cls(resumed.model, config=resumed.config, tokenizer=resumed.tokenizer, ranks=ranks)
         resumed.check(agent.model)
+        agent._imitates = False
         agent._resumed, agent._skipped = resumed, resumed.checkpoint.numbers["left_out"]
         return agent
 
@@ -428,8 +427,38 @@ class GSPOAgent:
         agent._trained = not env or env == saved.env
         return agent
 
+    def save_start(self, path: Path, progress: Progress) -> None:
+        """Imitates, and writes what the training starts from, for `from_start`."""
+        self.warm_up(progress)
+        if hasattr(self.model, "disable_adapter"):
+            save_adapter(self.model, path)
+        else:
+            self.save(path)
+
+    @classmethod
+    def from_start(cls, path: Path, config: Config) -> GSPOAgent:
+        """Returns an agent that trains the model, or the adapter, that `save_start` wrote."""
+        is_adapter = has_adapter(path)
+        name, dtype = (config.model, config.model_dtype) if is_adapter else (str(path), "auto")
+        model, tokenizer = load_model(name, dtype)
+        agent = cls(model, config=config, tokenizer=tokenizer)
+        if is_adapter:
+            agent.model = load_adapter(agent.model, path)
+        return agent
+
+    def _gather(self) -> None:
+        """Plays or reads what a model that the config names imitates; does so once."""
+        if self._imitates:
+            gather = load_function("gspo_agents.demonstrations:gather", "recipe")
+            shown = gather(self)
+            self._start = Start(model=self.model, tokenizer=self.tokenizer, episodes=shown)
+            if not self.config.learner.lora_rank:
+                self._source = ""  # the run begins with the model that has imitated
+            self._imitates = False
+
     def warm_up(self, progress: Progress | None = None) -> None:
         """Imitates the demonstrations, if there are any; does nothing when called again."""
+        self._gather()
         start, self._start = self._start, None
         if start is None or not start.episodes or not self.config.recipe.imitation_steps:
             return

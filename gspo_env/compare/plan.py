@@ -20,7 +20,7 @@ from gspo_env.renamed import instead_of
 _PROBLEM = ("env", "env_kwargs", "eval_tasks", "seed", "output", "tracker")
 """Fields that no arm may change: they decide the tasks, or the comparison sets them."""
 _START = ("env", "env_kwargs", "eval_tasks", "model", "recipe", "rewritten_history")
-"""Fields that decide the model that a run starts from, beside the seed and `lora_rank`."""
+"""Fields that decide the model that a run starts from, beside the seed and the adapter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +85,16 @@ class Comparison:
         return start_settings(self.config(problem, arm, 0)) == start_settings(first)
 
 
+def imitates(config: Config) -> bool:
+    """Returns whether the model that a config names imitates before it is trained."""
+    return bool(config.model) and getattr(config.recipe, "demonstrates", False)
+
+
 def start_settings(config: Config) -> dict[str, Any]:
     """Returns the settings that decide the model that a run starts from, except for the seed."""
     tree = to_dict(config)
-    return {name: tree[name] for name in _START} | {"lora_rank": config.learner.lora_rank}
+    adapter = ("lora_rank", *(("lora_alpha", "lora_targets") if imitates(config) else ()))
+    return {name: tree[name] for name in _START} | {n: tree["learner"][n] for n in adapter}
 
 
 def _refuse_other_tasks(problem: Config, arm: Arm) -> None:

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_env.compare.plan import Arm, Comparison, check_metric, start_settings
+from gspo_env.compare.plan import Arm, Comparison, check_metric, imitates, start_settings
 from gspo_env.compare.processes import in_processes
 from gspo_env.config import CheckpointConfig, Config, read_toml, to_dict, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.files import check_folder
 from gspo_env.health.evaluation import check_comparison
-from gspo_env.model.load import load_model
 from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.tracking.base import RunInfo, TrackerChoice
 from gspo_env.tracking.console import Progress
@@ -45,7 +44,7 @@ class Run:
     seed: int
     config: Config
     start: Path | None
-    """Folder of the model that the run starts from; None if the config names a model."""
+    """Folder of what the run starts from; None if that is the model that the config names."""
     folder: Path
 
     @property
@@ -295,13 +294,14 @@ def planned(comparison: Comparison, output: Path) -> Iterator[Run]:
         for problem in comparison.problems:
             for arm in comparison.arms:
                 config = comparison.config(problem, arm, seed)
+                has_start = not config.model or imitates(config)
                 start = f"{_digest(repr(start_settings(config)))}-seed{seed}"
                 yield Run(
                     problem=problem,
                     arm=arm,
                     seed=seed,
                     config=config,
-                    start=None if config.model else output / "starts" / start,
+                    start=output / "starts" / start if has_start else None,
                     folder=output / "runs" / slug(problem) / slug(arm.name) / f"seed{seed}",
                 )
 
@@ -318,10 +318,7 @@ def slug(name: str) -> str:
 
 def _prepare(run: Run) -> None:
     """Warms up a model and saves it for all runs that start from it."""
-    assert run.start is not None
-    agent = load_agent("gspo")(config=run.config)
-    agent.warm_up(Progress())
-    agent.save(run.start)
+    load_agent("gspo")(config=run.config).save_start(run.start, Progress())
 
 
 def _play(run: Run) -> None:
@@ -335,10 +332,11 @@ def _play(run: Run) -> None:
         config = dataclasses.replace(
             run.config, output=str(run.folder), checkpoints=CheckpointConfig(keep=0)
         )
-        agent = load_agent("gspo")  # before a model, whose progress bar it turns off
-        model, tokenizer = load_model(str(run.start)) if run.start else ("", None)
-        history = agent(model=model, tokenizer=tokenizer, config=config).train()
-        shutil.rmtree(run.folder / "model")  # hundreds of runs would fill a disk
+        make = load_agent("gspo")
+        agent = make.from_start(run.start, config) if run.start else make(config=config)
+        history = agent.train()
+        for name in ("model", "adapter"):  # hundreds of runs would fill a disk
+            shutil.rmtree(run.folder / name, ignore_errors=True)
     except Exception as problem:
         logger.exception("%s failed", run.name)
         error = f"{type(problem).__name__}: {problem}"

@@ -96,6 +96,18 @@ def save_adapter(model: Any, folder: Path) -> None:
         model.save_pretrained(part)
 
 
+def load_adapter(model: Any, folder: Path) -> Any:
+    """Adds the adapter that `save_adapter` wrote; only the adapter trains."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, folder, is_trainable=True)
+
+
+def has_adapter(folder: Path) -> bool:
+    """Returns whether a folder has an adapter in PEFT's form."""
+    return (folder / _ADAPTER).exists()
+
+
 def load_model(
     name: str, dtype: str = "auto", kind: str = "AutoModelForCausalLM"
 ) -> tuple[Any, Any]:
@@ -187,7 +199,7 @@ def _locate(name: str) -> tuple[str, bool, str]:
     if folder.is_dir() and not (folder / "config.json").exists():
         if (folder / "model" / "config.json").exists():
             return _locate(str(folder / "model"))
-        adapter = ", but it has an adapter" if (folder / _ADAPTER).exists() else ""
+        adapter = ", but it has an adapter" if has_adapter(folder) else ""
         raise ModelError(
             f"{name!r} is a folder without config.json{adapter}; expected a saved model"
         )
@@ -252,7 +264,7 @@ def _check_place(name: str) -> None:
             f"the model folder {name!r} has no tokenizer; save one into it with "
             "`tokenizer.save_pretrained`"
         )
-    if (folder / _ADAPTER).exists():
+    if has_adapter(folder):
         raise ModelError(
             f"the model folder {name!r} has an adapter ({_ADAPTER}), which may name another model; "
             "expected the whole model, such as what merge_and_unload() of PEFT returns"

@@ -1,6 +1,6 @@
 """A model that is named imitates what a teacher plays, whole or with its adapter."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 from cli_errors import refused
@@ -8,6 +8,7 @@ from cli_errors import refused
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.chat import ChatTokenizer
 from gspo_env.cli.main import parse
+from gspo_env.compare import Comparison, compare, grid, planned
 from gspo_env.config import Config, from_dict, override
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, TrainingError
@@ -16,6 +17,8 @@ from gspo_env.recipes.build import TEMPLATE, build_tokenizer, imitation_samples
 from gspo_env.recipes.teacher import in_format, training_tasks
 from gspo_env.rollout.play import demonstrator, play_now
 from gspo_env.tool_calls import parse_tool_calls
+from gspo_env.tracking.base import NoTracker
+from gspo_env.tracking.console import Progress
 from gspo_env.types import Task
 
 YES = """
@@ -84,7 +87,7 @@ def test_a_model_imitates_the_successes_of_a_teacher_and_its_run_resumes(
     assert hasattr(agent.model, "disable_adapter") == bool(rank)
     wins = [e.success for group in agent.evaluate(samples=16) for e in group.episodes]
     assert sum(wins) >= 0.9 * len(wins)
-    resumed = GSPOAgent.resume(tmp_path / "run", dataclasses.replace(settings, steps=2))
+    resumed = GSPOAgent.resume(tmp_path / "run", replace(settings, steps=2))
     assert [step for step, _ in resumed.train()][-1] == 2  # from the same weights
     assert resumed.metrics()["eval/success"] >= 0.9
 
@@ -96,6 +99,53 @@ def test_a_run_that_continues_a_model_that_has_imitated_does_not_imitate_again(h
         again = parse(["train", "--model", str(tmp_path / "run"), *flags]).resolved
         assert again.recipe.imitation_steps == steps
         assert again.recipe.demonstrations == agent.config.recipe.demonstrations
+
+
+def untimed(history):
+    timed = ("time/", "_per_second", "memory")
+    return [(n, {k: v for k, v in m.items() if not any(t in k for t in timed)}) for n, m in history]
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_a_run_from_a_saved_start_equals_the_run_that_imitates_itself(half, tmp_path, rank):
+    settings = override(
+        config(half, tmp_path / "one", rank=rank), {"learner": {"learning_rate": 1e-3}}
+    )
+    GSPOAgent(config=settings).save_start(tmp_path / "start", Progress())
+    one = GSPOAgent(config=settings).train()
+    other = override(settings, {"output": str(tmp_path / "other")})
+    assert untimed(GSPOAgent.from_start(tmp_path / "start", other).train()) == untimed(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 8])
+def test_all_arms_of_a_comparison_start_from_one_imitation_of_the_model(half, tmp_path, rank):
+    problem = override(config(half, "", rank=rank), {"learner": {"learning_rate": 1e-3}})
+    comparison = Comparison(
+        problems={"one": problem},
+        arms=grid({"gamma": [0.0, 1.0], "learning_rate": [1e-3, 1e-2]})[:3],
+        seeds=2,
+        workers=1,
+    )
+    said = []
+    results = compare(comparison, tmp_path / "out", NoTracker(), said.append)
+    assert "6 runs to play, warm-ups before: 2, 1 at a time" in said
+    assert not [r.error for r in results if r.error]
+    firsts = {r.run.seed: [] for r in results}
+    for result in results:
+        firsts[result.run.seed].append(untimed(result.history)[0])
+    assert all(first == same[0] for same in firsts.values() for first in same)
+    assert len(list((tmp_path / "out/starts").iterdir())) == 2
+
+
+def test_arms_that_change_the_adapter_that_imitates_have_a_start_of_their_own(half, tmp_path):
+    problem = config(half, "", rank=8)
+    arms = grid({"lora_alpha": [0.0, 4.0], "lora_targets": ["all-linear", "q_proj"]})
+    comparison = Comparison(problems={"one": problem}, arms=arms, seeds=1)
+    assert len({run.start for run in planned(comparison, tmp_path)}) == 4
+    plain = override(problem, {"recipe": {"imitation_steps": 0}})
+    (start,) = {r.start for r in planned(replace(comparison, problems={"one": plain}), tmp_path)}
+    assert start is None
 
 
 def test_no_task_of_the_evaluation_is_demonstrated(half, tmp_path):
