@@ -443,7 +443,8 @@ class GSPOAgent:
         model, tokenizer = load_model(name, dtype)
         agent = cls(model, config=config, tokenizer=tokenizer)
         if is_adapter:
-            agent.model = load_adapter(agent.model, path)
+            agent._add_adapter()
+            load_adapter(agent.model, path)
         return agent
 
     def _gather(self) -> None:

@@ -96,11 +96,12 @@ def save_adapter(model: Any, folder: Path) -> None:
         model.save_pretrained(part)
 
 
-def load_adapter(model: Any, folder: Path) -> Any:
-    """Adds the adapter that `save_adapter` wrote; only the adapter trains."""
-    from peft import PeftModel
+def load_adapter(model: Any, folder: Path) -> None:
+    """Gives the adapter of a model the weights that `save_adapter` wrote."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
 
-    return PeftModel.from_pretrained(model, folder, is_trainable=True)
+    set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
 
 
 def has_adapter(folder: Path) -> bool:
