@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from padded_loss import policy_loss
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from gspo_env.batch.sample import Sample
-from gspo_env.learner import GSPO, Learner, LearnerConfig, Loss, LossInput, policy_loss
+from gspo_env.learner import GSPO, Learner, LearnerConfig, Loss, LossInput
 
 
 def learner_of(

@@ -46,7 +46,7 @@ def policy_loss(
     """Computes the clipped loss and its gradient, token by token.
 
     Shapes:
-        As `gspo_env.learner.policy_loss`.
+        As `policy_loss` of `tests/padded_loss.py`.
 
     Raises:
         ConfigError: An option is invalid.
