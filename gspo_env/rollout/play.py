@@ -323,6 +323,9 @@ class EpisodeRun:
         finish: Finish | None = "stop"
         if move.question is not None:
             before, finish, self.request = move.question, None, info or self.request
+            if self.turns:  # the question is the observation that follows it
+                last = self.turns[-1]
+                self.turns[-1] = replace(last, info=replace(last.info, observation_role="user"))
         elif stop is not None:
             finish = _CUTS.get(stop) if self.takes_cuts else None
         if finish == "context":

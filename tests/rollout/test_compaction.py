@@ -14,6 +14,7 @@ import pytest
 from rollouts import collector, episodes, play
 
 from gspo_env.batch.sample import to_samples
+from gspo_env.chat import tokenize
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config, override
 from gspo_env.credit import Outcome, ReturnsToGo
@@ -218,6 +219,18 @@ def test_a_run_without_compaction_does_not_load_it():
     code = "import sys, gspo_agents.gspo, gspo_env.config; gspo_env.config.Config()\n"
     code += "assert not {m for m in sys.modules if 'rollout.compaction' in m}"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_recorded_compacted_episode_is_tokenized_as_it_was_played(compacted, player):
+    roles = set()
+    for episode in episodes(compacted[0]):
+        again = tokenize(episode, player.chat, encode=lambda turn: turn.action_ids[:-1])
+        assert [t.prompt_ids for t in again.turns] == [t.prompt_ids for t in episode.turns]
+        for k in summaries(episode):
+            after = [turn.info.observation_role for turn in episode.turns[k - 1 : k + 1]]
+            assert after[0] == "user"  # the source of the instruction
+            roles.add(after[1])  # that of the observation which the instruction delayed
+    assert roles == {"tool", "user"}
 
 
 def test_equal_seeds_give_equal_compacted_episodes(compacted, player):
