@@ -71,12 +71,6 @@ class Comparison:
         config = change(self.problems[problem], arm.changes)
         return override(config, {"seed": seed, "tracker": "none", "output": ""})
 
-    def budget(self, problem: str, arm: Arm) -> tuple[int, int]:
-        """Returns the training episodes and optimiser steps of a run."""
-        config = self.config(problem, arm, 0)
-        episodes = config.steps * config.tasks_per_step * config.rollout.group_size
-        return episodes, config.steps * config.learner.minibatches
-
     def same_start(self, problem: str, arm: Arm) -> bool:
         """Returns whether an arm starts from the same model as the first one."""
         first = self.config(problem, self.arms[0], 0)

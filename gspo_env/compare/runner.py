@@ -68,6 +68,11 @@ class Result:
         points = [(self._before(step, m), m[metric]) for step, m in self.history if metric in m]
         return [p[0] for p in points], [p[1] for p in points]
 
+    @property
+    def episodes(self) -> float:
+        """The training episodes of the run; a branch counts as the share of its turns."""
+        return self._before(*self.history[-1]) if self.history else 0.0
+
     def _before(self, step: int, metrics: Mapping[str, float]) -> float:
         for name in ("rollout/episodes_before", "eval/episodes_before"):
             if name in metrics:

@@ -62,6 +62,8 @@ class Row:
     """(S, points) A failed run is just below the lowest value of all runs of the problem."""
     episodes: tuple[float, ...]
     """(points,) Training episodes, the same for all arms of a problem."""
+    played: float
+    """Training episodes of a run, the mean of those that did not fail."""
     failed: int
     difference: Score
     """The paired difference in area from the first arm, with Student's interval."""
@@ -113,6 +115,7 @@ def _rows(comparison: Comparison, problem: str, results: Sequence[Result]) -> li
             areas=areas[n],
             curves=curves_A[n],
             episodes=episodes,
+            played=float(np.mean([r.episodes for r in runs[n] if not r.error] or [0.0])),
             failed=int(failed[n].sum()),
             difference=Score(middle=float(differences.mean()), low=low, high=high),
             improvement=stats.probability_of_improvement(ranks[n], ranks[0]),
@@ -235,8 +238,11 @@ def _end(row: Row) -> str:
 
 def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
     """Says how long the runs are and which arms have another start than the first."""
-    budgets = {row.arm.name: comparison.budget(name, row.arm) for row in rows}
-    texts = {arm: f"{e:,} episodes and {u:,} updates" for arm, (e, u) in budgets.items()}
+    texts = {}
+    for row in rows:
+        config = comparison.config(name, row.arm, 0)
+        updates = config.steps * config.learner.minibatches
+        texts[row.arm.name] = f"{row.played:,.0f} episodes and {updates:,} updates"
     different = len(set(texts.values())) > 1
     listed = "; ".join(f"{arm}: {text}" for arm, text in texts.items())
     text = f"Runs of {listed if different else texts[rows[0].arm.name]}."

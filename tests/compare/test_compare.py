@@ -339,9 +339,10 @@ def test_identical_learning_in_other_steps_groups_and_lengths_is_no_improvement(
 def test_arms_of_different_lengths_say_what_is_compared(tmp_path):
     comparison = two("short", "long", {"steps": 8}, seeds=2)
     results = learning(comparison, tmp_path, lambda played, seed: played / 100 + seed / 10)
+    results[-1].history[-1][1]["eval/episodes_before"] += 3.0  # of branches
     write_report(comparison, results, tmp_path, "gspo-env compare --arm 'loss=<b>'")
     text = (tmp_path / "report.md").read_text()
-    assert "short: 16 episodes and 8 updates; long: 64 episodes and 32 updates" in text
+    assert "short: 16 episodes and 8 updates; long: 66 episodes and 32 updates" in text
     assert "compared from episode 0 to 16" in text
     page = (tmp_path / "report.html").read_text()
     assert "compared from episode 0 to 16" in page
