@@ -24,7 +24,7 @@ from gspo_env.engines.base import Completion, Engine, Sampling
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.registry import check_values, name_of
-from gspo_env.rollout.collector import Collector, RolloutRequest
+from gspo_env.rollout.collector import Collector, RolloutRequest, first_error
 from gspo_env.rollout.play import ENDED, PolicyInput, PolicyOutput
 from gspo_env.rollout.policy import EnginePolicy
 from gspo_env.seeding import derive_seed
@@ -55,8 +55,9 @@ class Branching:
     def points(self, episodes: Sequence[Episode]) -> Sequence[Point]:
         """Returns the turns to branch at, in the order of importance.
 
-        It is called again after each turn that was branched at, until it returns no further ones.
-        Advantages have no bias only if a turn is selected by what happened before it.
+        It is called again after these turns were branched at, or only the first of them if there is
+        a `budget`, until it returns no further ones. Advantages have no bias only if a turn is
+        selected by what happened before it.
 
         Args:
             episodes: The episodes of the group so far, those of earlier branches last.
@@ -160,7 +161,8 @@ class DisputedTurns(Branching):
             for points in visits.values()
         }
         disputed = [point for point, deviation in spread.items() if deviation > 0]
-        return sorted(disputed, key=lambda point: (-spread[point], point))[: max(0, room)]
+        most = min(disputed, key=lambda point: (-spread[point], point), default=None)
+        return [most] if most is not None and room > 0 else []
 
 
 class BranchingCollector(Collector):
@@ -174,6 +176,13 @@ class BranchingCollector(Collector):
     def __init__(self, plain: Collector, branching: Branching) -> None:
         super().__init__(**{f.name: getattr(plain, f.name) for f in fields(Collector) if f.init})
         self._plain, self.branching = plain, branching
+        slots, kept = plain.config.concurrency, plain.config.group_size
+        groups = max(1, slots // (2 * kept))
+        self._groups = asyncio.Semaphore(groups)
+        """Limits the groups in flight: the engine keeps their episodes until all have branched."""
+        points = (slots - groups * kept) // branching.continuations
+        self._points = asyncio.Semaphore(max(1, points))
+        """Limits the turns that are branched at to what the engine has room for beside them."""
 
     @property
     def plain(self) -> Collector:
@@ -195,7 +204,8 @@ class BranchingCollector(Collector):
         """
         sessions: Sessions = {}
         try:
-            return await self._play(request, gate, sessions)
+            async with self._groups:
+                return await self._play(request, gate, sessions)
         finally:
             for name in [name for names in sessions.values() for name in names.values()]:
                 self.engine.release(name)
@@ -209,33 +219,38 @@ class BranchingCollector(Collector):
             _numbered(episode, number, None, 0) for number, episode in enumerate(group.episodes)
         ]
         seconds, done = group.seconds, set[Point]()
-        while point := self._next(episodes, done):
-            done.add(point)
-            branches = await self._branch(request, episodes[point[0]], point, gate, sessions)
-            seconds += branches.seconds
-            for episode in branches.episodes:
-                if len(episode.turns) > point[1] or episode.failed:
-                    episodes.append(_numbered(episode, len(episodes), point[0], point[1]))
+        while points := self._next(episodes, done):
+            done.update(points)
+            async with first_error(), asyncio.TaskGroup() as running:
+                playing = [
+                    running.create_task(self._branch(request, episodes[point[0]], point, sessions))
+                    for point in points
+                ]
+            for point, task in zip(points, playing, strict=True):
+                branches = task.result()
+                seconds += branches.seconds
+                for episode in branches.episodes:
+                    if len(episode.turns) > point[1] or episode.failed:
+                        episodes.append(_numbered(episode, len(episodes), point[0], point[1]))
         return replace(group, episodes=tuple(map(_without_snapshots, episodes)), seconds=seconds)
 
-    def _next(self, episodes: Sequence[Episode], done: set[Point]) -> Point | None:
-        """Returns the next turn to branch at, if any."""
-        budget = self.branching.budget
+    def _next(self, episodes: Sequence[Episode], done: set[Point]) -> list[Point]:
+        """Returns the next turns to branch at."""
+        budget, points = self.branching.budget, []
         if not any(e.turns for e in episodes) or 0 < budget <= sum(map(sampled_tokens, episodes)):
-            return None
+            return []
         for i, k in self.branching.points(episodes):
             if not (0 <= i < len(episodes) and shared_turns(episodes[i]) <= k):
                 raise ConfigError(f"{type(self.branching).__name__}: no turn to branch at: {i, k}")
             if (i, k) not in done and 0 < k < len(episodes[i].turns) and not episodes[i].failed:
-                return i, k
-        return None
+                points.append((i, k))
+        return points[:1] if budget else points
 
     async def _branch(
         self,
         request: RolloutRequest,
         past: Episode,
         point: Point,
-        gate: asyncio.Semaphore,
         sessions: Sessions,
     ) -> Group:
         """Plays all continuations of a turn."""
@@ -252,7 +267,8 @@ class BranchingCollector(Collector):
             group_size=self.branching.continuations,
             held_out={},
         )
-        branches = await collector.play(again, gate)
+        async with self._points:
+            branches = await collector.play(again, asyncio.Semaphore(again.group_size))
         shared_part = tuple(map(_as_copy, past.turns[:shared]))
         episodes = []
         for episode in branches.episodes:

@@ -200,7 +200,7 @@ class Collector:
         gate = asyncio.Semaphore(self.config.concurrency)
         if self.counter is not None:
             self.counter.expect(sum(request.group_size for request in requests))
-        async with _first_error(), asyncio.TaskGroup() as running:
+        async with first_error(), asyncio.TaskGroup() as running:
             playing = [running.create_task(self.play(request, gate)) for request in requests]
             if (on_group := self.on_group) is not None:
                 for task in playing:
@@ -236,7 +236,7 @@ class Collector:
                 return episode
 
         with self._heartbeat.watching():
-            async with _first_error(), asyncio.TaskGroup() as running:
+            async with first_error(), asyncio.TaskGroup() as running:
                 playing = [running.create_task(play_one(g)) for g in range(request.group_size)]
         episodes = tuple(task.result() for task in playing)
         for episode in episodes:
@@ -316,7 +316,7 @@ class PlainEpisodes:
 
 
 @asynccontextmanager
-async def _first_error() -> AsyncIterator[None]:
+async def first_error() -> AsyncIterator[None]:
     """Raises the first of a group of errors."""
     try:
         yield

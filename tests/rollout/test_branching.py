@@ -174,6 +174,16 @@ def test_engine_and_trainer_agree_on_branched_episodes_and_the_common_past_is_co
         assert len(pack(samples).input_ids_T) <= 1.05 * distinct
 
 
+@pytest.mark.parametrize("concurrency", [8, 16])
+def test_an_engine_with_few_slots_computes_a_common_past_once(player, concurrency):
+    make = lambda: make_env(player.env_id)  # noqa: E731
+    limits = {"concurrency": concurrency, "group_size": 4, "max_turns": 5}
+    running = EveryTurn().wrap(collector(player, make, **limits))
+    every = [Task(env_id="test", seed=n) for n in range(8)]
+    played = episodes(asyncio.run(running.collect(every, seed=0)))
+    assert running.engine.fed_tokens <= 1.1 * forks.fed_at_least(played)
+
+
 @pytest.mark.parametrize("flaw", ["byte", "reward", "end"])
 def test_an_environment_that_does_not_replay_is_refused_by_name(chat, flaw):
     class Flawed(Counter):
