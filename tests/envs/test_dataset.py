@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pandas
@@ -352,6 +353,16 @@ def test_a_reward_model_judges_concurrent_episodes_in_batches_and_each_as_if_alo
     assert len(set(alone)) > 10
     assert sum(sizes) == len(attempts)
     assert len(sizes) <= 2
+
+
+def test_a_reward_of_a_file_is_the_one_that_its_file_has_now(tmp_path, monkeypatch):
+    values = []
+    for folder, value in (("a", 0.25), ("b", 0.75), ("b", 0.5)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        Path("mine.py").write_text(f"def flat(attempt):\n    return {value}\n")
+        values.append(Rewards("Dataset", "mine.py:flat").judge(attempt("3"))[0])
+    assert values == [0.25, 0.75, 0.5]
 
 
 def test_a_reward_model_is_loaded_once_and_names_its_metric(model_folder):

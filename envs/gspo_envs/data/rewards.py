@@ -85,7 +85,9 @@ def load_reward(spec: Any) -> Reward:
         ModelError: The classifier cannot be loaded.
     """
     if isinstance(spec, str):
-        return _load_named(spec)
+        if ":" in spec:
+            return load_reward(load_function(spec, "reward"))
+        return _load_model(os.path.abspath(spec) if os.path.exists(spec) else spec)
     if isinstance(spec, RewardModel):
         return Reward(name=spec.name, function=spec, waits=True)
     if isinstance(spec, GroupReward):
@@ -206,9 +208,9 @@ def _number(reward: Reward, answer: Any) -> float | None:
 
 
 @lru_cache(maxsize=64)
-def _load_named(spec: str) -> Reward:
-    """Loads a reward once for all environments of the process."""
-    return load_reward(load_function(spec, "reward") if ":" in spec else RewardModel(spec))
+def _load_model(path: str) -> Reward:
+    """Loads a reward model once for all environments of the process."""
+    return load_reward(RewardModel(path))
 
 
 def _trl(function: Callable[..., Any]) -> Callable[[Attempt], Any]:
