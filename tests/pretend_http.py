@@ -11,9 +11,11 @@ class Handler(BaseHTTPRequestHandler):
     def body(self):
         return self.rfile.read(int(self.headers.get("content-length", 0)))
 
-    def answer(self, value, status=200):
+    def answer(self, value, status=200, headers=()):
         data = json.dumps(value).encode()
         self.send_response(status)
+        for name, text in dict(headers).items():
+            self.send_header(name, text)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

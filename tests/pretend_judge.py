@@ -64,6 +64,8 @@ class PretendJudge:
             text = self.answer(question) if text is None else text
             if isinstance(text, int):
                 handler.answer({"error": "down"}, text)
+            elif isinstance(text, tuple):
+                handler.answer({"error": "down"}, *text)
             elif isinstance(text, bytes):
                 handler.send_response(200)
                 handler.send_header("content-length", str(len(text)))

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gspo_env.rollout.failures import describe
+from gspo_env.rollout.failures import FaultLog, describe
 from gspo_env.rollout.play import ENDED
 from gspo_env.types import Episode, Fault, Group
 
-logger = logging.getLogger(__name__)
-
-_logged: set[str] = set()
-"""The causes of failures that the log has."""
+_log = FaultLog()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,9 +79,7 @@ def _add(
     episode: Episode, name: str, weight: float, rating: Rating, success_from: float | None
 ) -> Episode:
     if rating.fault is not None:
-        if rating.fault.where not in _logged:
-            _logged.add(rating.fault.where)
-            logger.error("episode of %s: %s", episode.task.env_id, rating.fault.message)
+        _log.note(episode.task, rating.fault)
         return replace(
             episode,
             terminated=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import hashlib
 import json
 import os
@@ -12,7 +13,9 @@ import sqlite3
 import ssl
 import subprocess
 import sys
+import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Self
@@ -20,39 +23,33 @@ from typing import Annotated, Any, Self
 import httpx2 as httpx
 from annotated_types import Ge, Gt
 
-from gspo_env.errors import GspoEnvError, ToolServerError
+from gspo_env.errors import ConfigError, ToolServerError
 from gspo_env.registry import check_values
 from gspo_env.runtime.processes import Guard
 
 _LATER = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses after which the same request may succeed."""
+_URL = r"https?://(\S+@)?([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?(/\S*)?"
+_INSERT = "INSERT OR REPLACE INTO answers (key, text) VALUES (?, ?)"
 _LONGEST_WAIT = 60.0
 """Seconds between two attempts, at most."""
 
 
-class NoAnswerError(GspoEnvError, RuntimeError):
+class NoAnswerError(ToolServerError):
     """A question has no answer after all attempts."""
 
 
-@dataclass(kw_only=True)
-class Usage:
-    """What questions have cost."""
-
-    requests: int = 0
-    """Requests that were sent, failed ones included."""
-    answers: int = 0
-    """Answers, those of the cache included."""
-    unparsable: int = 0
-    """Answers that could not be read."""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+Usage = Counter[str]
+"""What questions have cost: `requests` that were sent, failed ones included; `answers`, those of
+the cache included; `unparsable` answers; and the tokens that the answers report, by their names."""
 
 
 @dataclass(kw_only=True)
 class ChatClient:
     """Asks one model, within limits, and never the same question twice.
 
-    It works on any event loop; the limits are those of this process.
+    It works on any event loop; the limits are those of this process. An answer that the limit of
+    its tokens has cut ends with an ellipsis.
     """
 
     model: str
@@ -83,31 +80,31 @@ class ChatClient:
     def __post_init__(self) -> None:
         """Rejects invalid values and opens the cache."""
         check_values(self)
+        if self.url and not re.fullmatch(_URL, self.url):
+            raise ConfigError(f"url is {self.url!r}; expected one such as http://localhost:8000/v1")
         self._key = os.environ.get(self.key_variable, "")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tls = ssl.create_default_context()
         self._pending: dict[str, asyncio.Task[str]] = {}
-        self._cache = sqlite3.connect(
-            self.cache or ":memory:", timeout=60, isolation_level=None, check_same_thread=False
-        )
-        self._cache.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT)")
+        self._cache = _open_cache(self.cache)
 
     def __deepcopy__(self, memo: object) -> Self:
         """Returns itself: the copies of an environment's arguments share the limits."""
         return self
 
-    async def ask(self, messages: Sequence[Mapping[str, str]], usage: Usage, seed: int) -> str:
+    async def ask(self, messages: Sequence[tuple[str, str]], usage: Usage, seed: int) -> str:
         """Returns the answer to a conversation, from the cache if it is there.
 
         Args:
-            messages: The conversation.
+            messages: Roles and texts.
             usage: Counts what it costs.
             seed: Seed of the sampling.
 
         Raises:
             NoAnswerError: There is no answer after all attempts.
         """
-        body = {"model": self.model, "messages": messages, "seed": seed, **self.request}
+        conversation = [{"role": role, "content": text} for role, text in messages]
+        body = {"model": self.model, "messages": conversation, "seed": seed, **self.request}
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         row = self._cache.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
         if row is None:
@@ -115,7 +112,7 @@ class ChatClient:
             if key not in self._pending:
                 self._pending[key] = asyncio.create_task(self._request(key, body, usage))
             row = (await asyncio.shield(self._pending[key]),)
-        usage.answers += 1
+        usage["answers"] += 1
         return str(row[0])
 
     async def _request(self, key: str, body: Mapping[str, Any], usage: Usage) -> str:
@@ -127,7 +124,7 @@ class ChatClient:
                 try:
                     async with self._slots:
                         text = await self._send(body, usage)
-                    self._cache.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, text))
+                    self._cache.execute(_INSERT, (key, text))
                     return text
                 except _TryAgainError as error:
                     failure, wait = error.args
@@ -149,7 +146,7 @@ class ChatClient:
             NoAnswerError: It was refused.
         """
         await self._pace()
-        usage.requests += 1
+        usage["requests"] += 1
         key = {"authorization": f"Bearer {self._key}"} if self._key else {}
         try:
             async with (
@@ -160,22 +157,23 @@ class ChatClient:
                 response = await http.post(place, json=body, headers={**key, **self.headers})
         except (httpx.HTTPError, TimeoutError) as error:
             raise _TryAgainError(f"{type(error).__name__} {error}", 0.0) from error
-        status = f"status {response.status_code}, {response.text[:200]!r}"
+        beginning = repr(response.content[:200].decode(errors="replace"))
+        status = f"status {response.status_code}, {beginning}"
         if response.status_code in _LATER:
-            after = response.headers.get("retry-after", "")
-            raise _TryAgainError(status, float(after) if after.isdecimal() else 0.0)
+            raise _TryAgainError(status, _seconds(response.headers.get("retry-after", "")))
         if response.status_code != 200:
             raise NoAnswerError(f"{self.model} at {self.url} refused: {status}")
         try:
-            answer = response.json()
-            text = answer["choices"][0]["message"]["content"]
-            counts = answer.get("usage") or {}
-            usage.prompt_tokens += int(counts.get("prompt_tokens") or 0)
-            usage.completion_tokens += int(counts.get("completion_tokens") or 0)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            failure = f"{response.text[:80]!r} is no chat completion"
-            raise _TryAgainError(failure, 0.0) from error
-        return text if isinstance(text, str) else ""
+            answer = json.loads(response.content)
+            choice = answer["choices"][0]
+            text = choice["message"]["content"].strip()
+            if not text:
+                raise ValueError
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise _TryAgainError(f"{beginning} has no text of a chat completion", 0.0) from error
+        if isinstance(counts := answer.get("usage"), dict):
+            usage.update({name: n for name, n in counts.items() if isinstance(n, int)})
+        return f"{text}…" if choice.get("finish_reason") == "length" else str(text)
 
     def _bind(self) -> None:
         """Makes what belongs to the running event loop."""
@@ -200,18 +198,43 @@ class ChatClient:
         """
         command = [sys.executable, "-m", "gspo_env", "serve", self.model, "--port", "0"]
         variables = {**os.environ, "GSPO_ENV_SERVE_KEY": ""}  # so that it prints a new key
-        task = ["run", "10", *command, *self.serve]
-        guard = Guard(task, stdout=subprocess.PIPE, env=variables)
+        guard = Guard(["run", "10", *command, *self.serve], stdout=subprocess.PIPE, env=variables)
         weakref.finalize(self, guard.ask_to_end)
-        assert guard.process.stdout is not None
         exports = dict[str, str]()
-        for line in guard.process.stdout:
-            if match := re.match(r"export (\w+)=(\S+)", line.decode(errors="replace")):
-                exports[match[1]] = match[2]
+        for line in guard.process.stdout or ():
+            exports |= re.findall(r"^export (\w+)=(\S+)", line.decode(errors="replace"))
             if {"OPENAI_BASE_URL", "OPENAI_API_KEY"} <= exports.keys():
                 self.url, self._key = exports["OPENAI_BASE_URL"], exports["OPENAI_API_KEY"]
                 return
         raise ToolServerError(f"`gspo-env serve {self.model}` ended before it had an address")
+
+
+def _open_cache(path: str) -> sqlite3.Connection:
+    """Opens a cache and checks that it can be read and written.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    try:
+        cache = sqlite3.connect(
+            path or ":memory:", timeout=60, isolation_level=None, check_same_thread=False
+        )
+        cache.executescript(
+            "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT);"
+            f"BEGIN IMMEDIATE; {_INSERT.replace('?', 'NULL')}; ROLLBACK"
+        )
+    except sqlite3.Error as error:
+        raise ConfigError(f"cache is {path!r}; expected a file of answers: {error}") from error
+    return cache
+
+
+def _seconds(text: str) -> float:
+    """Returns the seconds that a header Retry-After names, by their number or a date."""
+    try:
+        date = email.utils.parsedate_to_datetime
+        return float(text) if text.isdecimal() else date(text).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 class _TryAgainError(Exception):

@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 import numpy as np
 from annotated_types import Ge, Interval
 
+from gspo_env.chat.transcript import first_messages
 from gspo_env.errors import ConfigError
 from gspo_env.rewards.base import GroupReward, Rating
 from gspo_env.rewards.client import ChatClient, NoAnswerError, Usage
@@ -41,7 +42,7 @@ _RANK = (
 )
 _CONTROL = re.compile(
     r"[^\S\n ]|[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f"
-    r"\ufe00-\ufe0f\ufeff\U000e0000-\U000e0fff]"
+    r"\ufe00-\ufe0f\ufeff\U000e0000-\U000e0fff\ud800-\udfff]"
 )
 """White space other than blanks and line ends, control characters and invisible ones."""
 _MARKS = re.compile(r"([<\uff1c]+)(?=[|\uff5c/!\w\u2581])|(\[)(?=/?[A-Z_]+\])")
@@ -51,9 +52,10 @@ _LEAST = 200
 
 
 @dataclass(kw_only=True)
-class _Tally(Usage):
+class _Tally:
     """What the questions about a group have cost and shown."""
 
+    usage: Usage = field(default_factory=Usage)
     differences: list[float] = field(default_factory=list)
     """Between the first and the second score of what was judged twice."""
     biases: list[float] = field(default_factory=list)
@@ -96,9 +98,17 @@ class Judge(ChatClient, GroupReward):
     def __post_init__(self) -> None:
         """Rejects invalid values and opens the cache."""
         super().__post_init__()
-        weights = list(self.criteria.values())
-        if not weights or min(weights) < 0 or not 0 < sum(weights) < math.inf:
-            raise ConfigError(f"criteria is {self.criteria!r}; expected texts with weights above 0")
+        if not re.fullmatch(r"\w+", self.name):
+            raise ConfigError(f"name is {self.name!r}; expected letters, digits and underscores")
+        rubric = self.criteria
+        weights = list(rubric.values()) if isinstance(rubric, Mapping) else ["none"]
+        is_number = [type(weight) in (int, float) and 0 < weight < math.inf for weight in weights]
+        if (
+            not rubric
+            or not all(is_number)
+            or not all(isinstance(t, str) and t.strip() for t in rubric)
+        ):
+            raise ConfigError(f"criteria is {rubric!r}; expected texts with finite weights above 0")
 
     async def __call__(self, group: Group) -> list[Rating]:
         """See `GroupReward`."""
@@ -117,12 +127,11 @@ class Judge(ChatClient, GroupReward):
 
     def _units(self, group: Group) -> list[list[Place]]:
         """Returns the places that are judged together."""
-        played = [(g, e) for g, e in enumerate(group.episodes) if e.turns and not e.failed]
-        if self.per == "episode":
-            units = [[(g, len(e.turns) - 1) for g, e in played]]
-        else:
-            longest = max((len(e.turns) for _, e in played), default=0)
-            units = [[(g, k) for g, e in played if len(e.turns) > k] for k in range(longest)]
+        played = enumerate(group.episodes)
+        units = [[(g, len(e.turns) - 1) for g, e in played if e.turns and not e.failed]]
+        if self.per == "turn":
+            longest = max((last for _, last in units[0]), default=-1)
+            units = [[(g, k) for g, last in units[0] if k <= last] for k in range(longest + 1)]
         if self.kind == "score":
             return [[place] for unit in units for place in unit]
         return [unit for unit in units if len(unit) > 1]  # nothing to compare one with
@@ -168,24 +177,18 @@ class Judge(ChatClient, GroupReward):
         """Asks until an answer can be read; returns the scores in the order that was shown."""
         first = opening(group.episodes[places[0][0]])
         texts = {place: conversation(group.episodes[place[0]], place[1]) for place in places}
-        about = (
-            criterion if self.per == "episode" else f"{criterion} (Judge the last message only.)"
-        )
+        about = criterion + " (Judge the last message only.)" * (self.per == "turn")
+        content = repr((first, *texts.values()))
         for attempt in range(self.retries + 1):
-            salt = derive_seed(
-                self.seed, repeat, attempt, criterion, repr((first, *texts.values()))
-            )
+            salt = derive_seed(self.seed, repeat, attempt, criterion, content)
             order = random.Random(salt).sample(places, len(places))
             shown = [first, *(texts[place] for place in order)]
             question = ask_about(shown, about, salt, self.max_chars)
-            answer = await self.ask(
-                [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}],
-                tally,
-                salt % 2**31,
-            )
+            messages = [("system", _SYSTEM), ("user", question)]
+            answer = await self.ask(messages, tally.usage, salt % 2**31)
             if (scores := read_scores(answer, len(places))) is not None:
                 return dict(zip(order, scores, strict=True))
-            tally.unparsable += 1
+            tally.usage["unparsable"] += 1
         count = self.retries + 1
         raise NoAnswerError(f"no answer of {count} can be read, the last: {answer[:80]!r}")
 
@@ -198,22 +201,20 @@ class Judge(ChatClient, GroupReward):
             for row, episode in zip(rows, group.episodes, strict=True)
             if (values := [value for value in row if value is not None])
         ]
-        count = max(1, len(means))
-        cost = np.dot(self.price, (tally.prompt_tokens, tally.completion_tokens)) / 1e6
-        metrics = {"requests": tally.requests / count, "cost": float(cost) / count}
-        if tally.answers:
-            metrics["unparsable"] = tally.unparsable / tally.answers
-        if tally.differences:
-            differences = np.array(tally.differences)
-            metrics["agreement"] = 1 - float(np.abs(differences).mean())
-            metrics["noise"] = float(np.sqrt((differences**2).mean() / 2))
-        if len(means) > 1:
-            metrics["spread"] = float(np.std([score for score, _ in means], ddof=1))
-        if tally.biases:
-            metrics["position_bias"] = float(np.mean(tally.biases))
-        if (reference := concordance(means)) is not None:
-            metrics["reference"] = reference
-        return {f"{self.name}_{key}": value for key, value in metrics.items()}
+        count, usage, scores = max(1, len(means)), tally.usage, [score for score, _ in means]
+        cost = np.dot(self.price, (usage["prompt_tokens"], usage["completion_tokens"])) / 1e6
+        differences = np.array(tally.differences)
+        metrics = {
+            "requests": usage["requests"] / count,
+            "cost": float(cost) / count,
+            "unparsable": usage["unparsable"] / usage["answers"] if usage["answers"] else None,
+            "agreement": 1 - float(np.abs(differences).mean()) if len(differences) else None,
+            "noise": float(np.sqrt((differences**2).mean() / 2)) if len(differences) else None,
+            "spread": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
+            "position_bias": float(np.mean(tally.biases)) if tally.biases else None,
+            "reference": concordance(means),
+        }
+        return {f"{self.name}_{k}": value for k, value in metrics.items() if value is not None}
 
 
 def concordance(pairs: Sequence[tuple[float, float]]) -> float | None:
@@ -247,22 +248,23 @@ def read_scores(answer: str, count: int) -> list[float] | None:
         >>> read_scores("A good answer.\n7", 1), read_scores("2 > 1 = 3", 3)
         ([0.7], [0.25, 1.0, 0.25])
     """
-    lines = [line.strip(" `*.") for line in answer.rpartition("</think>")[2].splitlines()]
+    lines = [
+        line.strip(" `*").rstrip(".` *") for line in answer.rpartition("</think>")[2].splitlines()
+    ]
     line = next((line for line in reversed(lines) if line), "")
     if count == 1:
         match = re.fullmatch(r"(?:score:? *)?([0-9]{1,2}(?:\.[0-9]{1,3})?)(?: */ *10)?", line, re.I)
         return [float(match[1]) / 10] if match and float(match[1]) <= 10 else None
     if not re.fullmatch(r"[0-9]{1,3}( *[>=] *[0-9]{1,3})*", line):
         return None
-    tiers = [[int(number) for number in tier.split("=")] for tier in line.split(">")]
-    if sorted(n for tier in tiers for n in tier) != list(range(1, count + 1)):
+    tiers = [
+        (int(number), k) for k, tier in enumerate(line.split(">")) for number in tier.split("=")
+    ]
+    if sorted(number for number, _ in tiers) != list(range(1, count + 1)):
         return None
-    scores, better = [0.0] * count, 0
-    for tier in tiers:
-        for number in tier:
-            scores[number - 1] = 1 - (better + (len(tier) - 1) / 2) / (count - 1)
-        better += len(tier)
-    return scores
+    ranks = [k for _, k in sorted(tiers)]
+    better = [sum(0.5 * (k < rank) + 0.5 * (k <= rank) for k in ranks) - 0.5 for rank in ranks]
+    return [1 - wins / (count - 1) for wins in better]
 
 
 def ask_about(shown: Sequence[Messages], criterion: str, salt: int, max_chars: int) -> str:
@@ -307,10 +309,8 @@ def _quote(role: str, text: str, limit: int) -> list[str]:
 
 def opening(episode: Episode) -> Messages:
     """Returns the messages before the first action, with their roles."""
-    messages: Messages = [(m.role, m.content) for m in episode.prompt.messages]
-    if not messages or messages[-1][0] == "assistant":
-        messages.append(("user", episode.turns[0].observation))
-    return [("system", episode.prompt.system), *messages] if episode.prompt.system else messages
+    messages = first_messages(episode.prompt, episode.turns[0].observation)
+    return [(message.role, message.content) for message in messages]
 
 
 def conversation(episode: Episode, last: int) -> Messages:

@@ -1,12 +1,18 @@
 """`Judge` with a real HTTP server that answers, fails, garbles and is attacked."""
 
 import asyncio
+import contextlib
+import email.utils
 import json
+import math
+import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +29,7 @@ from gspo_env.credit import Outcome, estimate
 from gspo_env.errors import ConfigError
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rewards import GroupReward, Judge, Rating, score_group
+from gspo_env.rewards.judge import read_scores
 
 SLACK = {"backoff": 0.001, "cache": "", "repeat": 0.0}
 
@@ -81,11 +88,21 @@ def test_ties_share_their_place_and_the_order_of_the_answers_is_shuffled(server)
     assert len({good(question) for question in server.questions}) > 1
 
 
+CUT = b'{"choices": [{"message": {"content": "1"}, "finish_reason": "length"}]}'
+"""The first token of 10."""
+
+
 @pytest.mark.parametrize(
     "answer",
     [
         *("", "excellent", "11", "-3", "7 or 8", "Ignore that.\nSCORE 10 of 10", "\u0667", "1 > 2"),
-        *(b"{}", b"<html>", b'{"choices": [{"message": null}]}', 500, 429),
+        *("nan", "inf", "1e1", ".7", "7,5", "10.5", "7/5", "70/100", "7 / 10 > 6", "7 8", "\uff17"),
+        *("sieben", "7\nI am not sure.", "<think>\n7\n</think>", "1 = 1", "7" * 5000),
+        *(b"", b"{}", b"<html>", b"[]", b"null", b"7", b"[" * 200_000, b"\xff\xfe"),
+        *(b'{"choices": [{"message": null}]}', b'{"choices": []}', b'{"choices": {"0": 7}}'),
+        *(b'{"error": {"message": "overloaded"}}', b'data: {"choices": []}\n\ndata: [DONE]\n'),
+        *(b'{"choices": [{"message": {"content": ["7"]}}]}', CUT),
+        *(500, 429, 529),
     ],
 )
 def test_an_episode_without_a_readable_answer_is_lost_and_never_a_zero(server, answer):
@@ -101,11 +118,94 @@ def test_an_episode_without_a_readable_answer_is_lost_and_never_a_zero(server, a
     assert sum("quality 6" in q for q in server.questions) == 2
 
 
-def test_a_refused_request_is_not_repeated(server):
-    server.before = lambda *_: 401
+@pytest.mark.parametrize("status", [204, 302, 307, 400, 401, 404])
+def test_a_refused_request_is_not_repeated_and_a_redirection_not_followed(server, status):
+    headers = {"location": f"{server.url}/elsewhere", "content-type": "text/plain; charset=zip"}
+    server.before = lambda *_: (status, headers)
     (episode,) = score(judge(server, retries=3), group(["quality 4"])).episodes
-    assert "refused: status 401" in episode.error
+    assert f"refused: status {status}" in episode.error
     assert len(server.questions) == 1
+
+
+@pytest.mark.parametrize("counts", ["many", {"prompt_tokens": "1"}, {"completion_tokens": 1e999}])
+def test_an_answer_with_odd_counts_counts(server, counts):
+    choice = {"message": {"content": "7"}, "finish_reason": "stop"}
+    server.before = lambda *_: json.dumps({"choices": [choice], "usage": counts}).encode()
+    assert score(judge(server), group(["quality 4"])).episodes[0].outcome == 0.7
+
+
+@pytest.mark.parametrize("form", ["1", "date"])
+def test_a_judge_that_names_a_time_is_asked_again_then(server, form):
+    """Only a lower bound: a date has whole seconds."""
+    after = "1" if form == "1" else email.utils.formatdate(time.time() + 2.0, usegmt=True)
+    times = []
+
+    def busy(number, _):
+        times.append(time.monotonic())
+        return (429, {"retry-after": after}) if number == 1 else None
+
+    server.before = busy
+    assert score(judge(server), group(["quality 4"])).episodes[0].outcome == 0.4
+    assert times[1] - times[0] > 0.9
+
+
+@pytest.mark.parametrize("after", ["", "soon", "-5", "0", "nan", "Wed, 21 Oct 2015 07:28:00 GMT"])
+def test_a_time_that_means_nothing_is_no_reason_to_wait(server, after):
+    server.before = lambda number, _: (429, {"retry-after": after}) if number == 1 else None
+    assert score(judge(server), group(["quality 4"])).episodes[0].outcome == 0.4
+
+
+def test_a_closed_port_costs_the_episodes_and_is_named():
+    with serve() as gone:
+        pass
+    (episode,) = score(judge(gone, retries=1), group(["quality 4"])).episodes
+    assert gone.url in episode.error
+    assert "ConnectError" in episode.error
+
+
+def test_hostile_characters_of_an_episode_reach_the_judge(server):
+    assert score(judge(server), group(["\udc80\x00 quality 4"])).episodes[0].outcome == 0.4
+
+
+@pytest.mark.parametrize("damage", ["text", "torn", "folder", "nowhere", "columns", "table"])
+def test_a_cache_that_cannot_be_used_is_refused(tmp_path, damage):
+    path = tmp_path / "cache"
+    if damage == "text":
+        path.write_text("answers\n" * 1000)
+    elif damage == "folder":
+        path.mkdir()
+    elif damage == "nowhere":
+        path = path / "answers"
+    elif damage == "torn":
+        with contextlib.closing(sqlite3.connect(path)) as file, file:
+            file.execute("CREATE TABLE answers (key TEXT PRIMARY KEY, text TEXT)")
+            file.executemany(
+                "INSERT INTO answers VALUES (?, ?)", [(str(n), "7" * 99) for n in range(999)]
+            )
+        path.write_bytes(path.read_bytes()[:30_000])
+    else:
+        with contextlib.closing(sqlite3.connect(path)) as file, file:
+            columns = "(text)" if damage == "columns" else "(key, text, more NOT NULL)"
+            file.execute(f"CREATE TABLE answers {columns}")
+    with pytest.raises(ConfigError, match=f"cache is '{path}'; expected"):
+        Judge(model="m", url="http://x", cache=str(path))
+
+
+def test_a_cache_that_is_read_only_is_refused(tmp_path):
+    path = tmp_path / "cache"
+    Judge(model="m", url="http://x", cache=str(path))
+    path.chmod(0o400)
+    if os.access(path, os.W_OK):
+        pytest.skip("this user may write to every file")
+    with pytest.raises(ConfigError, match=f"cache is '{path}'; .*readonly"):
+        Judge(model="m", url="http://x", cache=str(path))
+
+
+def test_another_rubric_model_or_request_is_another_question_in_the_same_cache(server, tmp_path):
+    for changes in ({}, {}, {"criteria": {"Is it short?": 1.0}}, {"request": {"temperature": 1}}):
+        reward = judge(server, cache=str(tmp_path / "cache"), **changes)
+        assert score(reward, group(["quality 4"])).episodes[0].outcome == 0.4
+    assert len(server.questions) == 3
 
 
 @pytest.mark.parametrize("trouble", [500, 503, b"\xff garbage", "no number"])
@@ -293,7 +393,21 @@ def test_a_group_reward_of_a_user_that_raises_costs_the_group_and_not_the_run():
     ("settings", "message"),
     [
         ({"criteria": {}}, "criteria is"),
-        ({"criteria": {"x": -1.0}}, "criteria is"),
+        ({"criteria": {"x": -1.0, "y": 2.0}}, "criteria is"),
+        ({"criteria": {"x": 0.0, "y": 1.0}}, "criteria is"),
+        ({"criteria": {"x": math.nan, "y": 1.0}}, "criteria is"),
+        ({"criteria": {"x": 1.0, "y": math.nan}}, "criteria is"),
+        ({"criteria": {"x": math.inf}}, "criteria is"),
+        ({"criteria": {"x": "2"}}, "criteria is"),
+        ({"criteria": {"x": True}}, "criteria is"),
+        ({"criteria": {"": 1.0}}, "criteria is"),
+        ({"criteria": {1: 1.0}}, "criteria is"),
+        ({"criteria": ["x", "y"]}, "criteria is"),
+        ({"criteria": "x"}, "criteria is"),
+        ({"name": "it's"}, "name is"),
+        ({"name": ""}, "name is"),
+        ({"url": "localhost:8000/v1"}, "url is"),
+        ({"url": "http://[x"}, "url is"),
         ({"kind": "best"}, "kind is 'best'"),
         ({"per": "token"}, "per is 'token'"),
         ({"retries": -1}, "retries is -1"),
@@ -302,7 +416,57 @@ def test_a_group_reward_of_a_user_that_raises_costs_the_group_and_not_the_run():
 )
 def test_settings_that_mean_nothing_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        Judge(model="m", url="http://x", **{**SLACK, **settings})
+        Judge(**{"model": "m", "url": "http://x", **SLACK, **settings})
+
+
+def test_quotes_and_braces_in_a_rubric_are_text(server):
+    criteria = {'It says "it\'s" {count} %s \\ `1 > 2`.': 0.5, "Ist es h\u00f6flich?": 1e-9}
+    played = group(["quality 4"], ["quality 6"])
+    for kind, outcomes in (("score", [0.4, 0.6]), ("rank", [0.0, 1.0])):
+        scored = score(judge(server, criteria=criteria, kind=kind), played)
+        assert [e.outcome for e in scored.episodes] == pytest.approx(outcomes)
+    assert all(any(f"Criterion: {text}" in q for text in criteria) for q in server.questions)
+
+
+@pytest.mark.parametrize(
+    ("answer", "scores"),
+    [
+        *(
+            ("3 > 1 > 2", [0.5, 0.0, 1.0]),
+            ("1 = 2 = 3", [0.5, 0.5, 0.5]),
+            ("**2>1=3**", [0.25, 1, 0.25]),
+        ),
+        *(("1 = 2 > 3", [0.75, 0.75, 0.0]), ("Because.\n`1 > 2 > 3`.", [1.0, 0.5, 0.0])),
+        *(
+            (each, None)
+            for each in ("1 > 2", "1 > 2 > 2", "1 > 2 > 3 > 4", "1 > 2 > 3 > 3", "1 > 2 = 2 = 3")
+        ),
+        *(
+            (each, None)
+            for each in (
+                "0 > 1 > 2",
+                "1 2 3",
+                "1, 2, 3",
+                "3 < 2 < 1",
+                "1 > 2 > three",
+                "> 1 > 2 > 3",
+            )
+        ),
+        *(
+            (each, None)
+            for each in (
+                "1 >= 2 >= 3",
+                "1 > > 2 > 3",
+                "A > B > C",
+                "-1 > 2 > 3",
+                "1 > 2 > 3 > ",
+                "7",
+            )
+        ),
+    ],
+)
+def test_a_ranking_names_each_answer_once(answer, scores):
+    assert read_scores(answer, 3) == scores
 
 
 def test_a_judge_is_an_argument_of_gymnasium_make_and_sees_nothing_alone(server):
