@@ -17,7 +17,7 @@ from uuid import UUID
 import numpy as np
 
 from gspo_env.env.base import Action, StepResult, TextEnv, clean
-from gspo_env.env.tools import Tool, ToolCall, as_tool, tool
+from gspo_env.env.tools import Tool, ToolCall, as_tool, tool, tool_methods
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.runtime.loops import settle
 from gspo_env.runtime.threads import foreign, log_once
@@ -69,10 +69,7 @@ class ToolEnv(TextEnv):
     @classmethod
     def declared_tools(cls) -> tuple[Tool, ...]:
         """Returns the tools of the class, not bound to an environment, base classes first."""
-        names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
-        members = (getattr(cls, name, None) for name in names)
-        methods = (as_tool(m) for m in members if callable(m) and hasattr(m, "__gspo_tool__"))
-        return (*methods, *cls._functions)
+        return (*tool_methods(cls), *cls._functions)
 
     @cached_property
     def tools(self) -> tuple[Tool, ...]:  # type: ignore[override]

@@ -87,6 +87,13 @@ def as_tool(function: Callable[..., Any]) -> Tool:
     return definition
 
 
+def tool_methods(cls: type) -> tuple[Tool, ...]:
+    """Returns the methods of a class that are tools, base classes first."""
+    names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
+    members = (getattr(cls, name, None) for name in names)
+    return tuple(as_tool(m) for m in members if callable(m) and hasattr(m, _MARK))
+
+
 def format_tool_call(name: str, arguments: dict[str, Any]) -> str:
     """Formats a call as the policy would write it.
 

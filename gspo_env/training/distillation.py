@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from annotated_types import Ge, Interval
 
-from gspo_env.errors import ConfigError
+from gspo_env.credit.statistics import discounted
+from gspo_env.errors import ConfigError, TrainingError
 from gspo_env.registry import check_values, find, load_function
 
 if TYPE_CHECKING:
+    from gspo_env.batch.sample import Sample
     from gspo_env.chat.transcript import ChatTokenizer
     from gspo_env.learner.settings import Trainer
     from gspo_env.rollout.collector import Collector
-    from gspo_env.training.teacher import BoundDistillation
-    from gspo_env.types import FloatArray, Group
+    from gspo_env.types import Episode, FloatArray, Group
+
+_MOST_TOKENS = 16384
+"""Tokens of one pass of the teacher."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +112,125 @@ class Distillation:
         """
         self.check_config()
         self.check_tokenizer(collector.chat)
-        bind = load_function("gspo_env.training.teacher:bind", "teacher")
-        bound: BoundDistillation = bind(self, learner, collector)
-        return bound
+        score = _scorer(self.teacher, learner, collector)
+        return BoundDistillation(settings=self, chat=collector.chat, score=score)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundDistillation:
+    """The estimator with its teacher."""
+
+    settings: Distillation
+    chat: ChatTokenizer
+    score: Callable[[Sequence[Sample]], Any]
+    """Returns the teacher's log-probabilities (N,) of the model tokens of samples."""
+
+    @property
+    def uses_score(self) -> bool:
+        """See `Distillation.uses_score`."""
+        return self.settings.uses_score
+
+    def advantages(self, group: Group) -> Sequence[FloatArray]:
+        """Computes the advantages of each sampled token of a group.
+
+        Raises:
+            TrainingError: An episode has no hint.
+        """
+        settings, rows = self.settings, []
+        credit: Sequence[FloatArray] = [np.zeros(len(e.turns)) for e in group.episodes]
+        if settings.credit:
+            credit = find("advantage", settings.estimator)().advantages(group)
+        teacher = self.teacher_logprobs(group.episodes)
+        for episode, teacher_N, values in zip(group.episodes, teacher, credit, strict=True):
+            lengths = [len(turn.action_ids) for turn in episode.turns]
+            turn_N = np.repeat(np.arange(len(lengths)), lengths)
+            ratio_N = teacher_N - episode.engine_logprobs
+            if settings.turn_steps:
+                depth = 1 + episode.weights_versions[1] // settings.turn_steps
+                ratio_N[turn_N >= depth] = 0.0
+            credit_N = values if len(values) == len(turn_N) else np.asarray(values)[turn_N]
+            ratio_N = settings.weight * discounted(ratio_N, settings.gamma)
+            rows.append(ratio_N + settings.credit * np.asarray(credit_N))
+        return rows
+
+    def teacher_logprobs(self, episodes: Sequence[Episode]) -> list[FloatArray]:
+        """Returns the teacher's log-probabilities of the sampled tokens of each episode, (N,).
+
+        Tokens that the environment masks have those of the policy.
+        """
+        from gspo_env.batch.packing import microbatches
+        from gspo_env.batch.sample import to_samples
+
+        rows = [episode.engine_logprobs for episode in episodes]
+        samples = to_samples(episodes, [np.arange(float(len(row))) for row in rows])
+        samples = [s for s in samples if s.mask.any()]
+        if self.settings.hint:
+            hinted = {n: self._with_hint(e) for n, e in enumerate(episodes) if e.turns}
+            samples = [_replace_prompt(s, *hinted[s.episode or 0]) for s in samples]
+        for part in microbatches(samples, _MOST_TOKENS):
+            values = self.score(part).double().cpu().numpy()
+            ends = np.cumsum([len(sample.advantages) for sample in part])
+            for sample, values_N in zip(part, np.split(values, ends[:-1]), strict=True):
+                rows[sample.episode or 0][sample.advantages.astype(int)] = values_N
+        return rows
+
+    def _with_hint(self, episode: Episode) -> tuple[Sequence[int], Sequence[int]]:
+        """Returns the ids of the first prompt, and those with the hint in the system prompt."""
+        text, prompt = episode.reset.extra.get(self.settings.hint), episode.prompt
+        if not isinstance(text, str):
+            raise TrainingError(
+                f"info[{self.settings.hint!r}] of reset is {text!r} in {episode.task.env_id}; "
+                "expected the text of advantage.hint"
+            )
+        system = f"{prompt.system}\n\n{text}" if prompt.system else text
+        first = episode.turns[0]
+        ids = self.chat.start(first.observation, replace(prompt, system=system))
+        return first.prompt_ids, ids
+
+
+def _scorer(
+    teacher: str, learner: Trainer, collector: Collector
+) -> Callable[[Sequence[Sample]], Any]:
+    """Returns what scores samples with a teacher; see `BoundDistillation.score`."""
+    import torch
+
+    from gspo_env.batch.packing import pack
+    from gspo_env.model.check import RunMode, check_model
+    from gspo_env.model.load import load_model, match_tokenizer
+    from gspo_env.model.scorer import Scorer
+
+    if teacher == "self":
+        return lambda part: learner.logprobs(learner.pack(part))
+    model, tokenizer = load_model(teacher)
+    match_tokenizer(model, tokenizer)
+    check, device = check_model(model), next(learner.policy.parameters()).device
+    model.to(device).requires_grad_(False)
+    packed, share = check.mode is not RunMode.UNPACKED, check.mode is RunMode.SHARED
+    scorer = Scorer(model, collector.config.temperature, packed=packed, padded=check.padded)
+    return torch.no_grad()(lambda part: scorer(pack(part, device, share=share))[0].logprobs_N)
+
+
+def _replace_prompt(sample: Sample, old: Sequence[int], new: Sequence[int]) -> Sample:
+    """Replaces the ids in which two prompts differ in a sample that begins like the first.
+
+    A later sequence of an episode shares only the system prompt, so what follows it must be equal.
+
+    Raises:
+        TrainingError: The sample begins otherwise.
+    """
+    least = min(len(old), len(new))
+    start = next((n for n in range(least) if old[n] != new[n]), least)
+    most = least - start
+    stop = len(old) - next((n for n in range(most) if old[-1 - n] != new[-1 - n]), most)
+    ids, turns = sample.token_ids, sample.turn_ids
+    if ids[:stop].tolist() != list(old[:stop]):
+        raise TrainingError(
+            "a sequence of an episode has another system prompt than the first; expected the same, "
+            "so that the teacher's hint can follow it"
+        )
+    added = np.asarray(new[start : len(new) - len(old) + stop], dtype=ids.dtype)
+    return replace(
+        sample,
+        token_ids=np.concatenate([ids[:start], added, ids[stop:]]),
+        turn_ids=np.concatenate([turns[:start], np.full(len(added), -1), turns[stop:]]),
+    )

@@ -11,8 +11,8 @@ from pretend_judge import serve
 
 from gspo_env import check_env, format_tool_call, make_env, tool
 from gspo_env.errors import ConfigError, ToolServerError
-from gspo_envs.dialogue.task import DialogueTask, Domain, Fact
-from gspo_envs.dialogue.users import PERSONAS, ScriptedUser
+from gspo_envs.dialogue.task import PERSONAS, DialogueTask, Domain, Fact
+from gspo_envs.dialogue.users import ScriptedUser
 
 DOMAINS = ("orders", "bookings")
 DONE, REFUSAL = "It is done.", "I am sorry, I cannot do that."
@@ -81,7 +81,7 @@ def test_needed_facts_and_calls_are_rewarded_once() -> None:
     assert set(rewards) == {0.1}
 
 
-FACTS = (Fact(keywords=("number",), text="Number 7."), Fact(keywords=("day",), text="On Monday."))
+FACTS = (Fact(keywords="number", text="Number 7."), Fact(keywords="day", text="On Monday."))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_wrong_task_file_is_refused(value: Any, sentence: str, tmp_path: Path)
     ("arguments", "sentence"),
     [
         ({"domain": "gspo_env.types:Task"}, "Task|domain"),
-        ({"domain": "builtins:dict"}, "expected orders, bookings, or a Domain"),
+        ({"domain": "builtins:dict"}, "expected orders, bookings, or the module:Class"),
         ({"user": "localhost:8000"}, "expected 'scripted' or an http address"),
     ],
 )
@@ -209,5 +209,5 @@ def test_a_model_plays_the_user_with_the_goal_as_its_instructions(
 def test_a_user_without_an_answer_is_a_failure_and_no_zero() -> None:
     with serve(lambda question: "") as server:
         env: Any = make_env("gspo/Dialogue-v0", user=server.url)
-        with pytest.raises(ToolServerError, match="did not answer: its answer has no text"):
+        with pytest.raises(ToolServerError, match="has no text of a chat completion"):
             env.reset(seed=0)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from gspo_env.env.tools import ToolCall, tool
-from gspo_envs.dialogue.task import REFUSAL, DialogueTask, Domain, Fact
-from gspo_envs.dialogue.users import PERSONAS
+from gspo_envs.dialogue.task import PERSONAS, REFUSAL, DialogueTask, Domain, Fact
 
 _ITEMS = "lamp chair table clock mirror carpet sofa shelf vase desk"
 _CITIES = "oslo lima cairo kyoto porto turin lyon bern riga delhi"
@@ -34,27 +33,18 @@ def _call(name: str, **arguments: str) -> ToolCall:
 
 
 def _fact(keywords: str, text: str, question: str) -> Fact:
-    return Fact(keywords=tuple(keywords.split()), text=text, question=question)
+    return Fact(keywords=keywords, text=text, question=question)
 
 
-def _task(
-    random: np.random.Generator,
-    script: Sequence[str],
-    opening: str,
-    facts: Sequence[Fact],
-    actions: tuple[ToolCall, ...],
-    allowed: bool,
-) -> DialogueTask:
-    """Returns a task whose last action must be refused if the rules don't allow it."""
-    persona = _pick(random, " ".join(PERSONAS))
+def _task(random: Any, script: Any, opening: str, facts: Any, actions: Any) -> DialogueTask:
+    """Returns a task that must be refused if it has a single action, which only looks."""
     return DialogueTask(
         script="\n".join(script),
         opening=opening,
-        persona=persona,
+        persona=_pick(random, " ".join(PERSONAS)),
         facts=tuple(facts),
-        instructions=" ".join([opening, *(fact.text for fact in facts), PERSONAS[persona]]),
-        actions=actions if allowed else actions[:-1],
-        says=() if allowed else (REFUSAL,),
+        actions=tuple(actions),
+        says=() if len(actions) > 1 else (REFUSAL,),
     )
 
 
@@ -81,8 +71,8 @@ class Orders(Domain):
             text = f'The new city is "{city}".'
             facts.append(_fact("where city address", text, "Where should we send it?"))
             change = _call("send_order", order=order, city=city)
-        actions = (_call("show_order", order=order), change)
-        return _task(random, script, opening, facts, actions, status == "pending")
+        actions = [_call("show_order", order=order), *([change] if status == "pending" else [])]
+        return _task(random, script, opening, facts, actions)
 
     @tool
     def show_order(self, order: str) -> str:
@@ -147,8 +137,8 @@ class Bookings(Domain):
             first = _fact("number", text, question)
             change = _call("move_booking", booking=booking, day=day)
         when = _fact("day when", f'Put me on "{day}".', "For which day?")
-        actions = (_call("free_tables", day=day), change)
-        return _task(random, script, opening, [first, when], actions, free[day] > 0)
+        actions = [_call("free_tables", day=day), *([change] if free[day] else [])]
+        return _task(random, script, opening, [first, when], actions)
 
     @tool
     def free_tables(self, day: str) -> str:

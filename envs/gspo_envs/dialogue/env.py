@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -16,8 +15,6 @@ from gspo_env.seeding import fingerprint
 from gspo_envs.dialogue.task import DialogueTask, Domain, read_tau2
 from gspo_envs.dialogue.users import ModelUser, ScriptedUser
 from gspo_envs.text.answer import AnswerEnv, probability
-
-logger = logging.getLogger(__name__)
 
 _DOMAINS = {
     "orders": "gspo_envs.dialogue.domains:Orders",
@@ -57,14 +54,13 @@ class DialogueEnv(AnswerEnv):
     ) -> None:
         """Makes the domain and reads the tasks."""
         super().__init__(max_turns)
-        if domain not in _DOMAINS and ":" not in domain:
-            raise ConfigError(
-                f"domain is {domain!r}; expected {', '.join(_DOMAINS)}, module:Class or "
-                "file.py:Class"
-            )
-        instance = load_function(_DOMAINS.get(domain, domain), "domain")()
+        place = _DOMAINS.get(domain, domain)
+        instance: Any = load_function(place, "domain")() if ":" in place else None
         if not isinstance(instance, Domain):
-            raise ConfigError(f"domain is {domain!r}; expected {', '.join(_DOMAINS)}, or a Domain")
+            raise ConfigError(
+                f"domain is {domain!r}; expected {', '.join(_DOMAINS)}, or the module:Class or "
+                "file.py:Class of a Domain"
+            )
         if user != "scripted" and not user.startswith(("http://", "https://")):
             raise ConfigError(f"user is {user!r}; expected 'scripted' or an http address")
         self.domain, self.system_prompt = instance, instance.rules
@@ -83,16 +79,14 @@ class DialogueEnv(AnswerEnv):
             )
         self.blocking, self.replays = self._client is not None, self._client is None
         self._tasks: list[DialogueTask] = []
-        if tasks is not None and domain in _DOMAINS:
-            raise ConfigError(
-                f"tasks is {tasks!r}, and the domain {domain!r} draws its own; expected your own "
-                "domain, as module:Class or file.py:Class"
-            )
         if tasks is not None:
-            self._tasks, skipped = read_tau2(tasks, instance.script())
+            if domain in _DOMAINS:
+                raise ConfigError(
+                    f"tasks is {tasks!r}, and the domain {domain!r} draws its own; expected your "
+                    "own domain, as module:Class or file.py:Class"
+                )
+            self._tasks = read_tau2(tasks, instance.script())
             self.num_tasks = len(self._tasks)
-            if skipped:
-                logger.warning("%s: left out %d tasks that cannot be scored", tasks, skipped)
 
     @property
     def tools(self) -> tuple[Tool, ...]:  # type: ignore[override]
@@ -111,17 +105,14 @@ class DialogueEnv(AnswerEnv):
         self._expected = self.domain.solve(self._task)
         self._pending = list(self._task.actions)
         calls = [format_tool_call(call.name, call.arguments) for call in self._pending]
-        self.solution = "\n".join([f"The user says: {self._task.instructions}", *calls])
+        self.solution = "\n".join([f"The user says: {self._task.goal}", *calls])
         self._matched: set[str] = set()
         self._changes: list[str] = []
         self._changed = self.domain.connection.total_changes
-        self._user = self._begin()
+        self._user: ScriptedUser | ModelUser = (
+            ModelUser(self._task, self._client) if self._client else ScriptedUser(self._task)
+        )
         return self._user.opening
-
-    def _begin(self) -> ScriptedUser | ModelUser:
-        if self._client is None:
-            return ScriptedUser(self._task)
-        return ModelUser(self._task, self._client)
 
     def close(self) -> None:
         """Frees the database and ends a running episode."""
@@ -130,9 +121,8 @@ class DialogueEnv(AnswerEnv):
 
     def on_tool_result(self, call: ToolCall, result: str) -> float:
         """Rewards the first time that a needed call is made."""
-        changes = self.domain.connection.total_changes
-        if changes != self._changed:
-            self._changed = changes
+        if (count := self.domain.connection.total_changes) != self._changed:
+            self._changed = count
             self._changes.append(repr(call))
         if call not in self._pending:
             return 0.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sqlite3
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,18 +13,28 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.env.tools import Tool, ToolCall, as_tool
+from gspo_env.env.tools import Tool, ToolCall, tool_methods
 from gspo_env.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+PERSONAS = {
+    "terse": "You answer one question at a time, in few words.",
+    "chatty": "You are friendly and talk a lot.",
+    "forthcoming": "You say everything you know in your first message.",
+    "impatient": "You leave if the agent does not understand you twice.",
+    "insistent": "If the agent refuses, you ask once more before you give up.",
+}
+"""Manners of a user, as a model reads them."""
 REFUSAL = r"\b(cannot|can.?t|can not|unable|not possible|not allowed)\b"
 """Pattern of a message that refuses a request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """What the user says when a message has one of the keywords."""
+    """What the user says when a message has one of the keywords, which are separated by blanks."""
 
-    keywords: tuple[str, ...]
+    keywords: str
     text: str
     question: str = ""
     """How the scripted agent asks for it."""
@@ -41,14 +51,20 @@ class DialogueTask:
     persona: str = ""
     """Manner of the user; see `ScriptedUser`."""
     facts: tuple[Fact, ...] = ()
-    instructions: str
-    """What a model that plays the user reads."""
+    instructions: str = ""
+    """What a model that plays the user reads; by default the opening, the facts and the manner."""
     actions: tuple[ToolCall, ...]
     """Calls that solve the task: the database must end as they leave it."""
     says: tuple[str, ...] = ()
     """Patterns that the agent's messages must match."""
     requires_calls: bool = True
     """Whether each of the actions is required, not only the state that they lead to."""
+
+    @property
+    def goal(self) -> str:
+        """The instructions, or their default."""
+        texts = [self.opening, *(fact.text for fact in self.facts), PERSONAS.get(self.persona, "")]
+        return self.instructions or " ".join(texts)
 
 
 class Domain:
@@ -77,13 +93,8 @@ class Domain:
     @cached_property
     def tools(self) -> tuple[Tool, ...]:
         """The tools, bound to this database."""
-        members = {
-            name: value
-            for base in reversed(type(self).__mro__)
-            for name, value in vars(base).items()
-        }
-        tools = [as_tool(value) for value in members.values() if hasattr(value, "__gspo_tool__")]
-        return tuple(replace(each, function=each.function.__get__(self)) for each in tools)
+        methods = tool_methods(type(self))
+        return tuple(replace(each, function=each.function.__get__(self)) for each in methods)
 
     def load(self, script: str) -> None:
         """Replaces the database."""
@@ -123,11 +134,12 @@ class Domain:
         return state
 
 
-def read_tau2(path: str, script: str) -> tuple[list[DialogueTask], int]:
-    """Reads a task file of tau2-bench; returns the tasks, and the number of those left out.
+def read_tau2(path: str, script: str) -> list[DialogueTask]:
+    """Reads a task file of tau2-bench.
 
-    Left out are tasks that this environment cannot score: with an initial state, with actions of
-    the user, or with rewards other than the database, the calls and what the agent communicates.
+    Tasks that this environment cannot score are left out, with a warning: with an initial state,
+    with actions of the user, or with rewards other than the database, the calls and what the agent
+    communicates.
 
     Args:
         path: The file, such as `data/tau2/domains/airline/tasks.json`.
@@ -147,32 +159,34 @@ def read_tau2(path: str, script: str) -> tuple[list[DialogueTask], int]:
     scored = [task for task in tasks if task is not None]
     if not scored:
         raise ConfigError(f"tasks is {path!r}, of whose {len(tasks)} tasks none can be scored")
-    return scored, len(tasks) - len(scored)
+    if len(scored) < len(tasks):
+        skipped = len(tasks) - len(scored)
+        logger.warning("%s: left out %d tasks that cannot be scored", path, skipped)
+    return scored
 
 
 def _read_task(value: Any, script: str) -> DialogueTask | None:
     criteria = value["evaluation_criteria"]
-    actions = criteria.get("actions") or []
+    actions, claims = criteria.get("actions") or [], criteria.get("communicate_info") or []
     basis = set(criteria.get("reward_basis") or ("DB", "COMMUNICATE"))
+    scored = {"DB", "COMMUNICATE", "ACTION"}
     if not criteria.get("nl_assertions"):
-        basis.discard("NL_ASSERTION")
+        scored.add("NL_ASSERTION")
     by_user = any(action.get("requestor", "assistant") != "assistant" for action in actions)
-    scored = basis <= {"DB", "COMMUNICATE", "ACTION"} and not by_user
-    if not scored or any((value.get("initial_state") or {}).values()):
+    if not basis <= scored or by_user or any((value.get("initial_state") or {}).values()):
         return None
     scenario = value["user_scenario"]
     situation = scenario["instructions"]
     if isinstance(situation, str):
         situation = {"reason_for_call": situation}
-    texts: Sequence[str] = [situation["known_info"]] if situation.get("known_info") else []
+    facts = filter(None, [situation.get("known_info")])
     lines = {"persona": scenario.get("persona"), **situation}
-    communicated = criteria.get("communicate_info") or [] if "COMMUNICATE" in basis else []
     return DialogueTask(
         script=script,
         opening=situation["reason_for_call"],
-        facts=tuple(Fact(keywords=("?",), text=text) for text in texts),
+        facts=tuple(Fact(keywords="?", text=text) for text in facts),
         instructions="\n".join(f"{name}: {text}" for name, text in lines.items() if text),
         actions=tuple(ToolCall(name=a["name"], arguments=a["arguments"]) for a in actions),
-        says=tuple(re.escape(text) for text in communicated),
+        says=tuple(map(re.escape, claims)) if "COMMUNICATE" in basis else (),
         requires_calls="ACTION" in basis,
     )

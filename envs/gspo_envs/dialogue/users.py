@@ -5,19 +5,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from gspo_env.errors import ToolServerError
-from gspo_env.rewards.client import ChatClient, NoAnswerError, Usage
+from gspo_env.rewards.client import ChatClient, Usage
 from gspo_env.runtime.loops import run_alone
 from gspo_envs.dialogue.task import REFUSAL, DialogueTask
 
-PERSONAS = {
-    "terse": "You answer one question at a time, in few words.",
-    "chatty": "You are friendly and talk a lot.",
-    "forthcoming": "You say everything you know in your first message.",
-    "impatient": "You leave if the agent does not understand you twice.",
-    "insistent": "If the agent refuses, you ask once more before you give up.",
-}
-"""Manners of a user, as a model reads them."""
 _CLOSING = r"\bdone\b|\banything else\b|\bgoodbye\b"
 _STOP = "###STOP###"
 _ROLE = (
@@ -62,7 +53,9 @@ class ScriptedUser:
     def reply(self, message: str) -> Reply:
         """Returns the answer to a message of the agent."""
         message, task = message.lower(), self._task
-        mentioned = [n for n, f in enumerate(task.facts) if any(k in message for k in f.keywords)]
+        mentioned = [
+            n for n, f in enumerate(task.facts) if any(k in message for k in f.keywords.split())
+        ]
         new = [n for n in mentioned if n not in self.revealed]
         if task.persona == "terse":
             new = new[:1]
@@ -91,14 +84,14 @@ class ModelUser:
         client: Asks the model.
 
     Raises:
-        ToolServerError: The model gave no answer.
+        NoAnswerError: The model gave no answer.
     """
 
     def __init__(self, task: DialogueTask, client: ChatClient) -> None:
         """Asks for the first message."""
         self.revealed = set(range(len(task.facts)))
         self._client = client
-        self._messages = [{"role": "system", "content": _ROLE + task.instructions}]
+        self._messages = [("system", _ROLE + task.goal)]
         self.opening = self.reply("Hello! How can I help you?").text
 
     @property
@@ -108,16 +101,7 @@ class ModelUser:
 
     def reply(self, message: str) -> Reply:
         """Returns the answer to a message of the agent."""
-        self._messages.append({"role": "user", "content": message})
-        text = self._ask()
-        self._messages.append({"role": "assistant", "content": text})
+        self._messages.append(("user", message))
+        text = run_alone(self._client.ask(self._messages, Usage(), 0))
+        self._messages.append(("assistant", text))
         return Reply(text.replace(_STOP, "").strip() or "Goodbye.", leaves=_STOP in text)
-
-    def _ask(self) -> str:
-        failure = "its answer has no text"
-        try:
-            if text := run_alone(self._client.ask(self._messages, Usage(), 0)).strip():
-                return text
-        except NoAnswerError as error:
-            failure = str(error)
-        raise ToolServerError(f"the user at {self._client.url} did not answer: {failure}")
