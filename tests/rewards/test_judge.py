@@ -420,7 +420,7 @@ def test_settings_that_mean_nothing_are_refused(settings, message):
 
 
 def test_quotes_and_braces_in_a_rubric_are_text(server):
-    criteria = {'It says "it\'s" {count} %s \\ `1 > 2`.': 0.5, "Ist es h\u00f6flich?": 1e-9}
+    criteria = {'It says "it\'s" {count} %s \\ `1 > 2`.': 0.5, "\u793c\u8c8c\uff1f": 1e-9}
     played = group(["quality 4"], ["quality 6"])
     for kind, outcomes in (("score", [0.4, 0.6]), ("rank", [0.0, 1.0])):
         scored = score(judge(server, criteria=criteria, kind=kind), played)
