@@ -22,8 +22,8 @@ from gspo_env.types import Message, ToolCall
 HERMES, END_OF_HERMES, XML = "<tool_call>", "</tool_call>", "<function="
 _MOST_MALFORMED = 32
 """Malformed calls after which the rest of a text is not searched, so that the time is linear."""
-_DEEPEST = 100
-"""Most levels of the arguments of a call."""
+_DEEPEST = 90
+"""Most levels of the arguments of a call, which a request of 100 levels holds."""
 _SPACE: Any = json.decoder.WHITESPACE  # type: ignore[attr-defined]
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
 _REASONING = {
@@ -85,7 +85,7 @@ class ToolCallError:
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the arguments of each tool."""
-Reading = tuple[list[ToolCall] | str, int]
+Reading = tuple[Sequence[ToolCall | ToolCallError] | str, int]
 """The calls at a mark, or what is wrong with them, and where the text goes on. An error at the mark
 itself is text that only names the mark, if the text has calls."""
 
@@ -106,16 +106,17 @@ def parse_tool_calls(
         tools: The tools that it may call. Their schemas give the types of XML arguments, and a bare
             JSON object is a call only if it names one of them. Without tools, any name is accepted.
         message: The action as the tokenizer's response template has parsed it, if it has one. Its
-            calls come before those in the text.
+            calls count if the text itself has none that can be read.
         in_reasoning: Whether the prompt has opened the reasoning, with `<think>` at its end.
 
     Example:
         >>> parse_tool_calls('<tool_call>{"name": "now", "arguments": {}}</tool_call>')
         [ToolCall(name='now', arguments={}, id='')]
     """
-    if message is not None and message.tool_calls:
+    calls = _split(text, tools, in_reasoning)[2]
+    if message is not None and message.tool_calls and not _valid(calls):
         return list(message.tool_calls)
-    return _split(text, tools, in_reasoning)[2]
+    return calls
 
 
 def parse_message(
@@ -138,7 +139,7 @@ def parse_message(
         ((ToolCall(name='now', arguments={}, id=''),), 0)
     """
     reasoning, content, calls = _split(text, tools, in_reasoning)
-    valid = tuple(call for call in calls if isinstance(call, ToolCall))
+    valid = _valid(calls)
     message = Message(role="assistant", content=content, reasoning=reasoning, tool_calls=valid)
     return message, len(calls) - len(valid)
 
@@ -168,10 +169,11 @@ def read_action(
         if message is None or message.tool_calls:
             message = _as_text(text, in_reasoning)
         return message, 0
-    malformed = 0
-    if message is None or not message.tool_calls:
-        parsed, malformed = parse_message(text, tools, in_reasoning=in_reasoning)
-        message = parsed if message is None or parsed.tool_calls else message
+    parsed, malformed = parse_message(text, tools, in_reasoning=in_reasoning)
+    if message is None or (parsed.tool_calls and not message.tool_calls):
+        message = parsed
+    elif message.tool_calls and not parsed.tool_calls:
+        malformed = 0
     strict = {tool.name: tool for tool in tools if tool.strict}
     invalid = sum(
         not _is_valid(strict[call.name], call) for call in message.tool_calls if call.name in strict
@@ -232,6 +234,10 @@ def _children(node: Any) -> list[Any]:
     return node if isinstance(node, list) else []
 
 
+def _valid(calls: Sequence[ToolCall | ToolCallError]) -> tuple[ToolCall, ...]:
+    return tuple(call for call in calls if isinstance(call, ToolCall))
+
+
 def _as_text(text: str, in_reasoning: bool) -> Message:
     reasoning, content = split_reasoning(text, in_reasoning)
     return Message(role="assistant", content=content or "", reasoning=reasoning)
@@ -254,8 +260,7 @@ def _split(
         has_call = MARK.search(text)
         return reasoning, "", [ToolCallError(message=_UNCLOSED)] if has_call else []
     calls, content = _find_calls(rest, tools)
-    is_call = any(isinstance(call, ToolCall) for call in calls)
-    return reasoning, content.strip() if is_call else rest, calls
+    return reasoning, content.strip() if _valid(calls) else rest, calls
 
 
 def _find_calls(

@@ -75,6 +75,7 @@ _AFTER_GLM_VALUE = ("<arg_key>", END_OF_HERMES)
 _END_OF_APERTUS = "<|tools_suffix|>"
 _END_OF_GEMMA = "<tool_call|>"
 _NAMED = re.compile(r"\s*[\w.-]+\s*\{")
+_MORE = re.compile(r"\s*(?P<name>[\w.-]{1,200})(?:\[CALL_ID\](?P<id>\w{1,200}))?\[ARGS\]\s*")
 _GEMMA_MARK = re.compile(r'<\|"\|>|<tool_call\|>')
 _KEYWORD = "_keyword_"
 _TEXT = r""""(?:[^"\\]|\\.?)*(?:"|\Z)|'(?:[^'\\]|\\.?)*(?:'|\Z)"""
@@ -166,7 +167,8 @@ def _tagged(tags: _Tags, text: str, start: int, schemas: Schemas) -> Reading:
         end = _value_end(text, begin, tags.parameter, tags.close_parameter, following)
         if not key or end < 0:
             return fault
-        value = text[begin:end].removeprefix("\n").removesuffix("\n")
+        line = "\r\n" if text.startswith("\r\n", begin) else "\n"
+        value = text[begin:end].removeprefix(line).removesuffix(line)
         if value.startswith(_CDATA) and value.endswith("]]>"):
             value = value.removeprefix(_CDATA).removesuffix("]]>")
         pairs.append((key, value))
@@ -217,8 +219,8 @@ def _typed_call(
         if key in arguments:
             return f"the tool call has the argument {key[:40]!r} twice."
         part = properties.get(key) if isinstance(properties, Mapping) else None
-        kinds = _kinds(part, schema)
-        value = _typed(text, kinds)
+        kinds, values = _kinds(part, schema)
+        value = _typed(text, kinds, values)
         kind = _KINDS[type(value)]
         if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
             expected = " or ".join(sorted(kinds))
@@ -227,9 +229,18 @@ def _typed_call(
     return to_calls({"name": name, "arguments": arguments})
 
 
-def _typed(text: str, kinds: set[str]) -> Any:
-    """Returns the value that a text means where these types are allowed, all if there are none."""
+def _typed(text: str, kinds: set[str], values: Sequence[Any]) -> Any:
+    """Returns the value that a text means.
+
+    Args:
+        text: The text.
+        kinds: The types that are allowed; all if there are none.
+        values: The values that an enumeration allows.
+    """
     word = text.strip()
+    for value in values:
+        if text not in values and word in (json.dumps(value), str(value)):
+            return value
     if "null" in kinds and (word in ("null", "None") or not (word or "string" in kinds)):
         return None
     if "string" in kinds:
@@ -240,12 +251,15 @@ def _typed(text: str, kinds: set[str]) -> Any:
         value = DECODER.decode(text)
     except (ValueError, RecursionError):
         value = _literal(word) if kinds & {"array", "object"} else text
+    if isinstance(value, float) and value.is_integer() and "integer" in kinds:
+        return value if "number" in kinds else int(value)  # 2.0 is an integer in JSON schema
     return text if isinstance(value, str) else value
 
 
-def _kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """Returns the JSON types that a schema allows; empty if it does not say."""
+def _kinds(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], list[Any]]:
+    """Returns the JSON types that a schema allows, none if it does not say, and its constants."""
     kinds: set[str] = set()
+    constants: list[Any] = []
     parts, seen = [schema], set[int]()
     while parts:
         part = parts.pop()
@@ -253,9 +267,10 @@ def _kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
             continue
         seen.add(id(part))
         if not isinstance(part, Mapping):
-            return set()
+            return set(), []
         kind, values = part.get("type"), part.get("enum", [part["const"]] if "const" in part else 0)
         options = [part.get(key) for key in ("anyOf", "oneOf", "allOf")]
+        constants += values if isinstance(values, list) else []
         alternatives = [each for option in options if isinstance(option, list) for each in option]
         if isinstance(reference := part.get("$ref"), str):
             parts.append(_resolve(reference, root))
@@ -266,8 +281,8 @@ def _kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
         elif isinstance(values, list):
             kinds |= {_KINDS.get(type(value), "object") for value in values}
         else:
-            return set()
-    return kinds
+            return set(), []
+    return kinds, constants
 
 
 def _resolve(reference: str, root: Any) -> Any:
@@ -495,7 +510,7 @@ def _apertus(text: str, start: int, schemas: Schemas) -> Reading:
 
 
 def _newer_mistral(text: str, start: int) -> Reading:
-    """Reads `NAME[ARGS]{...}` or `NAME[CALL_ID]ID[ARGS]{...}`."""
+    """Reads `NAME[ARGS]{...}` or `NAME[CALL_ID]ID[ARGS]{...}`, and those that follow it."""
     following = text.find(_MISTRAL, start)
     mark = text.find(_ARGUMENTS, start, following if following >= 0 else len(text))
     if mark < 0:
@@ -505,8 +520,19 @@ def _newer_mistral(text: str, start: int) -> Reading:
     name, _, call_id = text[start:mark].partition(_CALL_ID)
     value, end, fault = decode(text, skip_space(text, mark + len(_ARGUMENTS)))
     call = {"name": name.strip(), "arguments": value, "id": call_id.strip()}
-    calls = fault or to_calls(call, with_ids=True)
-    return calls, mark if isinstance(calls, str) else end
+    reading = fault or to_calls(call, with_ids=True)
+    if isinstance(reading, str):
+        return reading, mark
+    calls: list[ToolCall | ToolCallError] = [*reading]
+    while header := _MORE.match(text, end):
+        value, after, fault = decode(text, header.end())
+        call = {"name": header["name"], "arguments": value, "id": header["id"] or ""}
+        reading = fault or to_calls(call, with_ids=True)
+        if isinstance(reading, str):
+            return [*calls, ToolCallError(message=reading)], end
+        calls += reading
+        end = after
+    return calls, end
 
 
 _FUNCTIONS = _Tags(

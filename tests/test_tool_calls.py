@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import json
 import runpy
 import sys
@@ -14,10 +15,11 @@ from gspo_env.cli.capture import to_lines
 from gspo_env.env.base import Action
 from gspo_env.env.tools import Tool, format_tool_call, tool
 from gspo_env.episodes.writer import tool_calls
-from gspo_env.serving import RefusedError
+from gspo_env.serving import RefusedError, Request
 from gspo_env.serving.dialects.chat import Chat
 from gspo_env.serving.dialects.messages import Messages
 from gspo_env.serving.dialects.responses import Responses
+from gspo_env.serving.fields import parse_json
 from gspo_env.tool_calls import ToolCallError, parse_message, parse_tool_calls, read_action
 from gspo_env.types import Message, Prompt, ResetInfo, ToolCall, Turn
 from gspo_envs.program.env import to_reply
@@ -165,6 +167,16 @@ def test_an_environment_a_program_and_serve_read_the_same_calls(write, calls, th
     assert to_reply(Action(text, message=message), tools)[0].message.tool_calls == tuple(calls)
 
 
+@pytest.mark.parametrize("bad", ['<tool_call>{"name": look}</tool_call>', "<tool_call>{"])
+def test_a_malformed_call_beside_one_that_a_response_template_has_parsed_is_counted(bad):
+    call, tools = ToolCall(name="look", arguments={"word": "a"}), Shop().tools
+    text = f"{hermes([call])}\n{bad}"
+    message = Message(role="assistant", content="so", tool_calls=(call,))
+    assert calls_in_tool_env(Action(text, message=message)) == ([call], 1)
+    assert read_action(text, tools, message) == (message, 1)
+    assert to_reply(Action(text, message=message), tools)[1] == 1
+
+
 @given(HOSTILE)
 def test_hostile_text_has_the_same_calls_everywhere(text):
     tools = Shop().tools
@@ -197,6 +209,14 @@ TYPED = [
     ({"type": "integer"}, "", ToolCallError),
     ({"type": "integer"}, "two", ToolCallError),
     ({"type": "integer"}, "2.5", ToolCallError),
+    ({"type": "integer"}, "2.0", 2),
+    ({"type": ["integer", "null"]}, "-3e2", -300),
+    ({"type": ["integer", "number"]}, "2.0", 2.0),
+    ({"type": "number"}, "2.0", 2.0),
+    ({"enum": ["on", 3]}, "3", 3),
+    ({"enum": ["on", None]}, "null", None),
+    ({"anyOf": [{"const": True}, {"enum": ["auto"]}]}, "True", True),
+    ({"enum": ["on", 3]}, "4", "4"),
     ({"type": "number"}, " 2 ", 2),
     ({"type": "array"}, "['x', 'y']", ["x", "y"]),
     ({"type": "array"}, '["x"]', ["x"]),
@@ -265,6 +285,7 @@ def test_hostile_text_is_never_an_error(text):
         *('{"name": "a", "parameters": {}};', "{", "[", "</think>", "[TOOL_CALLS]a[CALL_ID]"),
         *("<|tool_call>call:a{'", '<|tool_call>call:a{"\\', '\\"', "<|tool_call_begin|>functions1"),
         *("<|tool_call_begin|>functions" + "1" * 9_999, "to=functions.a", "<|python_start|>{"),
+        *("[TOOL_CALLS]a[ARGS]{}" + "b[ARGS]{}" * 100_000, "[ARGS]{}a"),
         *("<|tools_prefix|>[", "<function name=a>", "<invoke name=a><parameter name=", "[THINK]"),
     ],
 )  # fmt: skip
@@ -406,6 +427,10 @@ SPELLINGS = [
         {"from": "a\nin='b'", "in": 1},
     ),
     ("<|tool_call>call:look{isTrue:False}<tool_call|>", {"isTrue": False}),
+    (
+        "<function=look>\r\n<parameter=word>\r\na\r\n</parameter>\r\n</function>",
+        {"word": "a"},
+    ),
     ("<|tool_call>call:look{word:['b', None, True]}<tool_call|>", {"word": ["b", None, True]}),
     ("<|tool_call>call:look{word:<|\"|>None: 'a'<|\"|>}<tool_call|>", {"word": "None: 'a'"}),
 ]
@@ -568,6 +593,15 @@ def test_a_call_without_arguments_has_an_empty_object(empty):
     assert calls_in_tool_env(text) == ([ToolCall(name="leave", arguments={})], 0)
 
 
+def test_calls_of_mistral_that_follow_one_another_need_one_mark():
+    first = '[TOOL_CALLS]look[ARGS]{"word": "a"}'
+    message, malformed = parse_message(f"{first}\nleave[ARGS]{{}} bye", Shop().tools)
+    assert [call.name for call in message.tool_calls] == ["look", "leave"]
+    assert (message.content, malformed) == ("bye", 0)
+    message, malformed = parse_message(f'{first}look[ARGS]{{"word"', Shop().tools)
+    assert (len(message.tool_calls), malformed) == (1, 1)
+
+
 def test_mistral_gives_the_ids_of_its_calls():
     message, _ = parse_message('[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{"x": 1}')
     assert message.tool_calls == (ToolCall(name="f", arguments={"x": 1}, id="abc123def"),)
@@ -593,6 +627,39 @@ def strict(schema, kind="chat"):
     }[kind]
     conversation = {"input": hi} if kind == "responses" else {"messages": hi}
     return wire.read({"model": "m", **conversation, **body}, "id").tools
+
+
+def sent_back(kind, reply):
+    """The calls of a request that continues an answer as the wire format has written it."""
+    request = Request(messages=(), tools=(), id="id")
+    wire = {"chat": Chat, "messages": Messages, "responses": Responses}[kind]()
+    answer, question = wire.write(request, reply), {"role": "user", "content": "hi"}
+    body = {
+        "chat": lambda: {"messages": [answer["choices"][0]["message"], question]},
+        "messages": lambda: {
+            "messages": [{"role": "assistant", "content": answer["content"]}, question],
+            "max_tokens": 9,
+        },
+        "responses": lambda: {"input": [*answer["output"], question]},
+    }[kind]()
+    read = wire.read(parse_json(json.dumps({"model": "m", **body}).encode()), "id")
+    return [call for message in read.messages for call in message.tool_calls]
+
+
+DEEP = functools.reduce(lambda inner, _: {"x": inner}, range(89), 1)
+
+
+@pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("look up", {}), ("r\u00fcck", {}), ("a/b:0\n", {}), ("x" * 200, {}), ("look", DEEP)],
+)
+def test_an_answer_with_any_call_that_was_read_can_be_sent_back(kind, name, arguments):
+    reply, malformed = to_reply(format_tool_call(name, arguments), Shop().tools)
+    named = tuple(dataclasses.replace(call, id="1") for call in reply.message.tool_calls)
+    message = dataclasses.replace(reply.message, tool_calls=named)
+    calls = sent_back(kind, dataclasses.replace(reply, message=message))
+    assert (calls, malformed) == ([ToolCall(name=name, arguments=arguments, id="1")], 0)
 
 
 KEY = {

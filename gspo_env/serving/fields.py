@@ -179,7 +179,9 @@ class Fields:
 
     def call(self, field: str, id: str) -> ToolCall:
         """Returns the call of a tool; a field has its arguments, an object or the JSON of one."""
-        name, value = self.tool(), self.values.pop(field, None)
+        # the policy may have written any name, and the program sends its answers back
+        name = self.need("name", str, "the name of a tool")
+        value = self.values.pop(field, None)
         if isinstance(value, str) and value:
             _check_structure(value.encode())
         try:
