@@ -17,6 +17,11 @@ logger = logging.getLogger(__name__)
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Architectures whose logits `transformers` gives as the model had them; others are refused."""
+_SPLITS = (
+    *("default", "gpt-2", "smollm", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "falcon3"),
+    *("tekken", "qwen2", "deepseek-r1-qwen", "megrez"),
+)
+"""Ways to split a text before its bytes are merged, of which `transformers` reads these right."""
 _IGNORED = ("rope.scaling.type", "rope.scaling.factor")
 """Ends of the names of metadata that `transformers` does not read, and that change the logits."""
 
@@ -66,7 +71,10 @@ def load_gguf(name: str, dtype: str = "auto") -> tuple[Any, Any]:
         raise
     except Exception as error:  # damaged files raise anything
         raise ModelError(f"cannot load the GGUF file {name!r}: {first_line(error)}") from error
-    if wrong := sorted({*report["missing_keys"], *report["unexpected_keys"]}):
+    with torch.device("meta"):
+        shapes = {key: weight.shape for key, weight in type(model)(config).state_dict().items()}
+    other = {key for key, weight in model.state_dict().items() if weight.shape != shapes.get(key)}
+    if wrong := sorted({*report["missing_keys"], *report["unexpected_keys"], *other}):
         raise ModelError(
             f"the GGUF file {name!r} does not have exactly the weights of a "
             f"{type(model).__name__}: {', '.join(wrong[:4])}; expected a whole model"
@@ -102,23 +110,46 @@ def _check_file(name: str, path: Path) -> int | None:
     """Refuses a file that `transformers` would read wrongly; returns the size of a head, if known.
 
     Raises:
-        ModelError: Its architecture or its position encoding is one of those.
+        ModelError: It is damaged, or one of those.
     """
     from gguf import GGUFReader
 
-    reader = GGUFReader(path)
-    architecture = reader.fields["general.architecture"].contents()
-    if architecture not in ARCHITECTURES:
+    try:
+        reader = GGUFReader(path)
+    except Exception as error:  # an index, a size or a number that is wrong
         raise ModelError(
-            f"the GGUF file {name!r} has the architecture {architecture!r}; expected one of "
-            f"{', '.join(ARCHITECTURES)}, which are tested, or the model in Hugging Face format"
-        )
+            f"the GGUF file {name!r} is damaged or not complete; expected a whole file"
+        ) from error
+
+    def read(key: str, default: Any = None) -> Any:
+        field = reader.fields.get(key)
+        return default if field is None else field.contents()
+
+    architecture = read("general.architecture")
     ignored = [key for key in reader.fields if key.endswith(_IGNORED)]
     ignored += [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
-    if ignored:
-        raise ModelError(
-            f"the GGUF file {name!r} scales its position encoding ({', '.join(ignored)}), which "
-            "transformers does not read; expected the model in Hugging Face format"
-        )
-    head_dim = reader.fields.get(f"{architecture}.attention.key_length")
-    return None if head_dim is None else int(head_dim.contents())
+    tokens, split = len(read("tokenizer.ggml.tokens", [])), read("tokenizer.ggml.pre", "default")
+    ids = [read(k) for k in reader.fields if k.startswith("tokenizer.") and k.endswith("_token_id")]
+    rows = {int(t.shape[-1]) for t in reader.tensors if t.name == "token_embd.weight"}
+    problems = {
+        "has big-endian numbers; expected a little-endian file": reader.byte_order == "S",
+        f"has the architecture {architecture!r}; expected one of {', '.join(ARCHITECTURES)}, which "
+        "are tested, or the model in Hugging Face format": architecture not in ARCHITECTURES,
+        f"is one of {read('split.count', 0)} parts of a model; expected a whole model, such as "
+        "`llama-gguf-split --merge` writes": read("split.count", 0) > 1,
+        f"scales its position encoding ({', '.join(ignored)}), which transformers does not read; "
+        "expected the model in Hugging Face format": ignored,
+        "has no tokenizer; expected a whole model": not tokens,
+        f"has {tokens} tokens and {max(rows, default=0)} embeddings; expected one for each token": (
+            rows and tokens > max(rows)
+        ),
+        f"names a token {max(ids, default=0)} of {tokens}; expected a token that it has": (
+            max(ids, default=0) >= tokens
+        ),
+        f"splits texts as {split!r}, which transformers does not read; expected the model in "
+        "Hugging Face format": (read("tokenizer.ggml.model") == "gpt2" and split not in _SPLITS),
+    }
+    if problem := next((text for text, holds in problems.items() if holds), None):
+        raise ModelError(f"the GGUF file {name!r} {problem}")
+    head_dim = read(f"{architecture}.attention.key_length")
+    return None if head_dim is None else int(head_dim)

@@ -187,7 +187,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _is_gguf(name: str) -> bool:
-    return not Path(name).is_dir() and (name in PACKAGED or Path(name).suffix == ".gguf")
+    return not Path(name).is_dir() and (name in PACKAGED or Path(name).suffix.lower() == ".gguf")
 
 
 def _locate(name: str) -> tuple[str, bool, str]:
@@ -201,8 +201,9 @@ def _locate(name: str) -> tuple[str, bool, str]:
         if (folder / "model" / "config.json").exists():
             return _locate(str(folder / "model"))
         adapter = ", but it has an adapter" if has_adapter(folder) else ""
+        file = next((f", or one file: {str(f)!r}" for f in sorted(folder.glob("*.gguf"))), "")
         raise ModelError(
-            f"{name!r} is a folder without config.json{adapter}; expected a saved model"
+            f"{name!r} is a folder without config.json{adapter}; expected a saved model{file}"
         )
     _check_place(name)
     offline = "" if folder.is_dir() else _hub_problem()

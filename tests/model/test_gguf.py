@@ -113,7 +113,7 @@ def test_a_model_from_gguf_has_the_logits_of_the_original_and_is_saved_as_a_fold
 REFUSED = {
     "architecture": ("gemma3", {}, {}, "architecture 'gemma3'; expected one of llama"),
     "scaling": ("llama", {}, {"rope.scaling.type": "yarn"}, "scales its position encoding"),
-    "damaged": ("qwen2", {}, None, "cannot load the GGUF file"),
+    "damaged": ("qwen2", {}, None, "is damaged or not complete"),
 }
 
 
@@ -127,6 +127,68 @@ def test_a_gguf_file_that_would_be_read_wrongly_is_refused(tmp_path, name):
         (tmp_path / "x.gguf").write_bytes((tmp_path / "x.gguf").read_bytes()[:3000])
     with pytest.raises(ModelError, match=match):
         load_model(str(tmp_path / "x.gguf"))
+
+
+STRANGE = {
+    "big-endian": ({}, {"endianess": 1}, "has big-endian numbers"),
+    "part": ({"add_chat_template": ("add_uint16", "split.count", 2)}, {}, "one of 2 parts of a"),
+    "no tokenizer": ({"add_token_list": None}, {}, "has no tokenizer"),
+    "more tokens": (
+        {"add_token_list": ("add_token_list", [*TOKENS, "x"])},
+        {},
+        "has 260 tokens and 259 embeddings",
+    ),
+    "no such end": ({"add_eos_token_id": ("add_eos_token_id", 999)}, {}, "names a token 999 of"),
+    "split": (
+        {"add_eos_token_id": ("add_tokenizer_pre", "deepseek-llm")},
+        {},
+        "splits texts as 'deepseek-llm'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+@pytest.mark.real
+def test_a_strange_gguf_file_is_refused_in_one_sentence(tmp_path, monkeypatch, name):
+    gguf = pytest.importorskip("gguf")
+    instead, order, match = STRANGE[name]
+
+    class Writer(gguf.GGUFWriter):
+        def __init__(self, *args):
+            super().__init__(*args, **{k: gguf.GGUFEndian(v) for k, v in order.items()})
+
+        def __getattribute__(self, called):
+            if called not in instead:
+                return super().__getattribute__(called)
+            method, *arguments = instead[called] or ("add_name", "tiny")
+            return lambda *_: getattr(gguf.GGUFWriter, method)(self, *arguments)
+
+    monkeypatch.setattr(gguf, "GGUFWriter", Writer)
+    write_gguf(tiny("qwen2"), tmp_path / "x.gguf", "qwen2")
+    with pytest.raises(ModelError, match=f"{match}[^\\n]*$"):
+        load_model(str(tmp_path / "x.gguf"))
+
+
+@pytest.mark.parametrize("change", [lambda rows: rows[:5], lambda rows: rows[None]])
+@pytest.mark.real
+def test_a_gguf_tensor_of_another_shape_is_refused(tmp_path, monkeypatch, change):
+    gguf = pytest.importorskip("gguf")
+    add = gguf.GGUFWriter.add_tensor
+
+    def changed(self, name, rows):
+        add(self, name, change(rows) if "ffn_down" in name else rows)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", changed)
+    write_gguf(tiny("qwen2"), tmp_path / "x.gguf", "qwen2")
+    with pytest.raises(ModelError, match=r"exactly the weights.*down_proj"):
+        load_model(str(tmp_path / "x.gguf"))
+
+
+def test_a_folder_with_gguf_files_is_refused_with_the_name_of_one(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.gguf").touch()
+    with pytest.raises(ModelError, match=r"without config\.json.*or one file: .*a\.gguf'$"):
+        load_model(str(tmp_path))
 
 
 def test_a_missing_file_or_package_is_one_sentence(tmp_path, monkeypatch):
