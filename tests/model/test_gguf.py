@@ -130,18 +130,18 @@ def test_a_gguf_file_that_would_be_read_wrongly_is_refused(tmp_path, name):
 
 
 STRANGE = {
-    "big-endian": ({}, {"endianess": 1}, "has big-endian numbers"),
-    "part": ({"add_chat_template": ("add_uint16", "split.count", 2)}, {}, "one of 2 parts of a"),
-    "no tokenizer": ({"add_token_list": None}, {}, "has no tokenizer"),
+    "big-endian": ({}, 1, "has big-endian numbers"),
+    "part": ({"add_chat_template": ("add_uint16", "split.count", 2)}, 0, "one of 2 parts of a"),
+    "no tokenizer": ({"add_token_list": None}, 0, "has no tokenizer"),
     "more tokens": (
         {"add_token_list": ("add_token_list", [*TOKENS, "x"])},
-        {},
+        0,
         "has 260 tokens and 259 embeddings",
     ),
-    "no such end": ({"add_eos_token_id": ("add_eos_token_id", 999)}, {}, "names a token 999 of"),
+    "no such end": ({"add_eos_token_id": ("add_eos_token_id", 999)}, 0, "names a token 999 of"),
     "split": (
         {"add_eos_token_id": ("add_tokenizer_pre", "deepseek-llm")},
-        {},
+        0,
         "splits texts as 'deepseek-llm'",
     ),
 }
@@ -155,7 +155,7 @@ def test_a_strange_gguf_file_is_refused_in_one_sentence(tmp_path, monkeypatch, n
 
     class Writer(gguf.GGUFWriter):
         def __init__(self, *args):
-            super().__init__(*args, **{k: gguf.GGUFEndian(v) for k, v in order.items()})
+            super().__init__(*args, False, gguf.GGUFEndian(order))
 
         def __getattribute__(self, called):
             if called not in instead:
