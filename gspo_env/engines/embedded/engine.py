@@ -190,6 +190,7 @@ class TransformersEngine(Engine):
             [len(slot.tokens) for slot in rows],
             feeds,
             self._direct if self._direct is not None and self._direct.usable else None,
+            [slot.family for slot in rows],
         )
         self.fed_tokens += sum(map(len, feeds))
         for slot, feed in zip(rows, feeds, strict=True):

@@ -5,18 +5,17 @@ Axis letters: B rows (sequences of a step), T tokens, S slots, H heads, D head s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gspo_env.engines.embedded.prefix_attention import MAX_SPAN_RATIO, PrefixRows
 from gspo_env.model.attention import sdpa
 from gspo_env.types import IntArray
 
-_MAX_SPAN_RATIO = 2
-"""Attend over a contiguous range of slots if it has at most this many slots per row."""
 _MOST_SCORES = 1 << 22
 """Scores that are held at once; with more, the fused kernel holds blocks of them."""
 
@@ -28,13 +27,28 @@ class Queries:
         slot_B: (B,) the slots.
         start_B: (B,) how many tokens each sequence has before these.
         size_B: (B,) the numbers of tokens.
+        prefix: See `common_prefix`.
     """
 
-    def __init__(self, slot_B: IntArray, start_B: IntArray, size_B: IntArray) -> None:
+    def __init__(
+        self,
+        slot_B: IntArray,
+        start_B: IntArray,
+        size_B: IntArray,
+        prefix: tuple[int, Sequence[IntArray]] = (0, ()),
+    ) -> None:
         first_B = np.cumsum(size_B) - size_B
+        length, alike = prefix
+        others = np.ones(len(size_B), dtype=bool)
+        for rows in alike:
+            others[rows] = False
         # Decoding rows and prompts form two groups, so that a long prompt pads no decoding row.
-        members = [m for m in (size_B == 1, size_B > 1) if m.any()]
-        self._groups = [_Rows(slot_B[m], start_B[m], size_B[m], first_B[m]) for m in members]
+        members = [m for m in (others & (size_B == 1), size_B > 1) if m.any()]
+        self._groups: list[_Rows | PrefixRows] = [
+            _Rows(slot_B[m], start_B[m], size_B[m], first_B[m]) for m in members
+        ]
+        if alike:
+            self._groups.append(PrefixRows(slot_B, start_B, first_B, alike, length))
         restore_T, total = np.empty(int(size_B.sum()), dtype=np.int64), 0
         for group in self._groups:
             restore_T[group.tokens] = group.places_in_output + total
@@ -78,7 +92,7 @@ class _Rows:
         self._length = int((start_B + size_B).max())
         self._width = int(size_B.max())
         low, high = int(slot_B.min()), int(slot_B.max()) + 1
-        contiguous = high - low <= _MAX_SPAN_RATIO * len(slot_B)
+        contiguous = high - low <= MAX_SPAN_RATIO * len(slot_B)
         self._span = (low, high) if contiguous else None
         rows = slot_B - low if contiguous else np.arange(len(slot_B))
         count = high - low if contiguous else len(slot_B)

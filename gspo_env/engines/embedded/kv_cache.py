@@ -15,7 +15,9 @@ from torch import Tensor
 
 from gspo_env.batch.upload import upload
 from gspo_env.engines.embedded.kv_attention import Queries
+from gspo_env.engines.embedded.prefix_attention import common_prefix
 from gspo_env.errors import EngineError
+from gspo_env.types import IntArray
 
 _FIRST_CAPACITY = 128
 _PLACES = 16
@@ -70,6 +72,7 @@ class KVCache:
         starts: list[int],
         feeds: list[list[int]],
         direct: Callable[..., Tensor] | None = None,
+        families: Sequence[tuple[int, int] | None] | None = None,
     ) -> Tensor:
         """Feeds each slot its new tokens; returns the logits of the last one in each, (B, V).
 
@@ -79,12 +82,13 @@ class KVCache:
             starts: (B,) how many tokens each slot holds before.
             feeds: (B,) the new tokens.
             direct: Computes the pass in place of the model; see `DirectForward`.
+            families: (B,) which slots begin alike; see `common_prefix`.
         """
         longest = max(start + len(feed) for start, feed in zip(starts, feeds, strict=True))
         if longest > self._max_context:
             raise EngineError(f"{longest} tokens do not fit a context of {self._max_context}")
         self._reserve(longest)
-        step = _Step(self, slots, starts, feeds, self._device)
+        step = _Step(self, slots, starts, feeds, self._device, self._prefix(feeds, families or ()))
         if model.training:
             model.eval()
         if direct is not None:
@@ -98,6 +102,15 @@ class KVCache:
         )
         logits: Tensor = output.logits[0]
         return logits
+
+    def _prefix(
+        self, feeds: list[list[int]], families: Sequence[tuple[int, int] | None]
+    ) -> tuple[int, list[IntArray]]:
+        if not self._layers or self._device.type != "cpu":
+            return 0, []
+        size = sum(tensor[0, :, 0].nbytes for tensor in next(iter(self._layers.values())))
+        decoding = zip(feeds, families, strict=False)
+        return common_prefix([f if len(feed) == 1 else None for feed, f in decoding], size)
 
     def layer(self, index: int, key: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a layer's keys and values, allocated at its first use."""
@@ -137,6 +150,7 @@ class _Step:
         starts: Sequence[int],
         feeds: Sequence[Sequence[int]],
         device: torch.device,
+        prefix: tuple[int, list[IntArray]],
     ) -> None:
         self._cache = cache
         slot_B, start_B, size_B = (
@@ -146,7 +160,7 @@ class _Step:
         row_T = np.repeat(np.arange(len(size_B)), size_B)
         positions_T = (start_B - end_B + size_B)[row_T] + np.arange(len(row_T))
         ids_T = np.fromiter(chain.from_iterable(feeds), dtype=np.int64, count=len(row_T))
-        self._queries = Queries(slot_B, start_B, size_B)
+        self._queries = Queries(slot_B, start_B, size_B, prefix)
         arrays = [ids_T, positions_T, end_B - 1, slot_B[row_T], *self._queries.arrays]
         tensors = iter(upload(arrays, device))
         self.ids_T, self.positions_T, self.last_B, self._slot_T = islice(tensors, 4)

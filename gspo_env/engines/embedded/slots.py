@@ -57,6 +57,8 @@ class Slot:
     """Those that run; all have the same context, `tokens` and `pending`."""
     sessions: set[str] = field(default_factory=set)
     """Those whose tokens `tokens` begins with, at least to where they ended."""
+    family: tuple[int, int] | None = None
+    """Slots with an equal one begin with the same tokens; its last item is how many."""
     beginnings: list[int] = field(default_factory=list)
     """Those of the prompt that it was taken for; see `_beginnings_of`."""
 
@@ -84,6 +86,7 @@ class Sequences:
         self._copies: dict[int, tuple[int, int]] = {}
         """Slots that begin with those of another one: its index and how many, not yet copied."""
         self._running: dict[int, Slot] = {}
+        self._families = 0
         self.requests = 0
         """How many run."""
 
@@ -133,7 +136,7 @@ class Sequences:
             length = min(_common(held.tokens, prompt), len(prompt) - 1)
             alone = held.sessions == {session} or length == len(held.tokens)
             if alone and not held.requests:
-                held.tokens = held.tokens[:length]
+                _cut(held, length)
                 return held
             return self._fork(held, length)
         keys = _beginnings_of(prompt)
@@ -231,18 +234,23 @@ class Sequences:
         """Returns another slot with the first tokens of a slot."""
         slot = self._take()
         if slot is source:
-            slot.tokens = slot.tokens[:length]
+            _cut(slot, length)
             return slot
         self._empty(slot)
         if source.index in self._copies:
             self.finish_copies()
+        slot.tokens = source.tokens[:length]
         if length:
             self._copies[slot.index] = source.index, length
-        slot.tokens = source.tokens[:length]
+            if source.family is None or length >= 2 * source.family[1]:
+                self._families += 1
+                source.family = self._families, length
+            if source.family[1] <= length:
+                slot.family = source.family
         return slot
 
     def _empty(self, slot: Slot) -> None:
-        slot.tokens = []
+        slot.tokens, slot.family = [], None
         self._copies.pop(slot.index, None)
         self._forget_beginnings(slot)
 
@@ -253,6 +261,13 @@ class Sequences:
             if not slots:
                 del self._beginnings[key]
         slot.beginnings = []
+
+
+def _cut(slot: Slot, length: int) -> None:
+    """Lets a slot hold its first tokens only."""
+    slot.tokens = slot.tokens[:length]
+    if slot.family is not None and slot.family[1] > length:
+        slot.family = None
 
 
 def _beginnings_of(prompt: list[int]) -> list[int]:
