@@ -14,7 +14,7 @@ from logprobs import difference
 
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.embedded import engine as transformers
-from gspo_env.engines.embedded import kv_attention
+from gspo_env.engines.embedded import kv_attention, prefix_attention
 from gspo_env.engines.embedded.engine import TransformersEngine, sample
 from gspo_env.errors import EngineError
 
@@ -58,12 +58,20 @@ def test_sampling_follows_the_distribution(model):
     ).sqrt().sum()
 
 
-@pytest.mark.parametrize("most_scores", [1 << 22, 0], ids=["products", "fused kernel"])
+@pytest.mark.parametrize(
+    ("module", "limit", "number"),
+    [
+        (kv_attention, "_MOST_SCORES", 1 << 22),
+        (kv_attention, "_MOST_SCORES", 0),
+        (prefix_attention, "_LEAST_BYTES", 0),
+    ],
+    ids=["products", "fused kernel", "common keys"],
+)
 @pytest.mark.parametrize("kind", ["default", "windowed"])
 def test_episodes_that_share_a_prompt_have_the_logprobs_of_a_plain_forward_pass(
-    model, kind, most_scores, monkeypatch
+    model, kind, module, limit, number, monkeypatch
 ):
-    monkeypatch.setattr(kv_attention, "_MOST_SCORES", most_scores)
+    monkeypatch.setattr(module, limit, number)
     model = architectures.build("Gemma 3", vocab_size=300) if kind == "windowed" else model
     engine = TransformersEngine(model, max_slots=9, max_context=400, max_step_tokens=50)
     rng = random.Random(0)
