@@ -95,9 +95,11 @@ class PrefixRows:
         shared, size = keys.shape[1], keys.shape[3]
         q = query.index_select(0, self._index).to(keys.dtype).mul_(scale)
         q = q.view(self.total, shared, -1, size)
-        own_keys, own_values = (self._after_prefix(t) for t in (keys, values))
-        own = torch.bmm(q.index_select(0, self._of_span).flatten(0, 1), own_keys.transpose(1, 2))
-        own = own.view(-1, shared, q.shape[2], own.shape[-1]).index_select(0, self._rows)
+        suffix_keys, suffix_values = (self._after_prefix(t) for t in (keys, values))
+        suffix = torch.bmm(
+            q.index_select(0, self._of_span).flatten(0, 1), suffix_keys.transpose(1, 2)
+        )
+        suffix = suffix.view(-1, shared, q.shape[2], suffix.shape[-1]).index_select(0, self._rows)
         mask = self._mask(window)
         probs, outs, first = [], [], 0
         for slot, count in zip(self._anchors, self._sizes, strict=True):
@@ -106,7 +108,7 @@ class PrefixRows:
             scores = torch.cat(
                 [
                     torch.bmm(heads, keys[slot, :, : self._length].transpose(1, 2)),
-                    own[part].transpose(0, 1).reshape(shared, heads.shape[1], -1),
+                    suffix[part].transpose(0, 1).reshape(shared, heads.shape[1], -1),
                 ],
                 2,
             )
@@ -114,11 +116,13 @@ class PrefixRows:
             p = scores.softmax(-1).to(values.dtype)
             out = torch.bmm(p[..., : self._length], values[slot, :, : self._length])
             outs.append(out.view(shared, count, -1, size).transpose(0, 1))
-            probs.append(p[..., self._length :].view(shared, count, -1, own.shape[-1]))
-        own_probs = torch.cat([p.transpose(0, 1) for p in probs])
-        own_out = torch.bmm(own_probs.index_select(0, self._of_span).flatten(0, 1), own_values)
-        own_out = own_out.view(-1, *q.shape[1:]).index_select(0, self._rows)
-        return own_out.add_(torch.cat(outs)).view(self.total, *query.shape[1:])
+            probs.append(p[..., self._length :].view(shared, count, -1, suffix.shape[-1]))
+        suffix_probs = torch.cat([p.transpose(0, 1) for p in probs])
+        suffix_out = torch.bmm(
+            suffix_probs.index_select(0, self._of_span).flatten(0, 1), suffix_values
+        )
+        suffix_out = suffix_out.view(-1, *q.shape[1:]).index_select(0, self._rows)
+        return suffix_out.add_(torch.cat(outs)).view(self.total, *query.shape[1:])
 
     def _after_prefix(self, tensor: Tensor) -> Tensor:
         """Returns the keys or values after the common ones, (B * Hkv, L, D)."""
