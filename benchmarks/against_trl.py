@@ -2,7 +2,7 @@
 
     pip install --no-deps --target DIR "trl==1.16.*" "datasets<5" xxhash multiprocess dill \
         httpx httpcore jinja2
-    python benchmarks/against_trl.py DIR
+    python benchmarks/against_trl.py DIR [--model smollm2 --groups 1 --shared 300 --rounds 1]
 
 Groups of eight episodes with a common prefix of 512 tokens, three turns and ragged lengths. Both
 get the same token ids, masks, advantages and old log-probabilities, and use GSPO's sequence ratio.
@@ -145,7 +145,7 @@ def main() -> None:
     """Prints the seconds of each and how many times as fast ours is."""
     parser = argparse.ArgumentParser()
     parser.add_argument("trl", help="the folder that TRL was installed into")
-    parser.add_argument("--model", choices=("small", "large"), default="small")
+    parser.add_argument("--model", default="small", help="small, large, or a model, as smollm2")
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--shared", type=int, default=512)
     parser.add_argument("--own", type=int, nargs=2, default=(64, 128))

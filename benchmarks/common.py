@@ -93,10 +93,17 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
 
 
 def make_model(size: str) -> Any:
-    """Makes a Qwen3 with random weights: `small` has 0.9 M parameters, `large` 100 M."""
+    """Makes a Qwen3 with random weights: `small` has 0.9 M parameters, `large` 100 M.
+
+    Other names are models that `--model` takes.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    if size not in ("small", "large"):
+        from gspo_env.model.load import load_model
+
+        return load_model(size, "float32")[0]
     hidden, layers, vocabulary = {"small": (128, 4, 664), "large": (768, 12, 16_384)}[size]
     shape = Qwen3Config(
         vocab_size=vocabulary,
