@@ -5,6 +5,7 @@ Axis letters: G episodes, K turns, N model tokens.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -51,6 +52,8 @@ class Credit:
     """Turns without a baseline of their own, because too few episodes reach them."""
     rms: float
     """Root mean square of the advantages."""
+    seconds: float
+    """Of the computation, which includes the pass of a teacher."""
 
     def blind(self, groups: Sequence[Group]) -> bool:
         """Returns whether all advantages are zero although outcomes of a group differ."""
@@ -64,6 +67,7 @@ class Credit:
             "rollout/zero_variance_groups": self.zero_variance_groups,
             "train/baseline_fallbacks": float(self.baseline_fallbacks),
             "train/advantage_rms": self.rms,
+            "time/credit": self.seconds,
         }
 
 
@@ -86,7 +90,7 @@ def estimate(
     Raises:
         ConfigError: The estimator returned arrays of a wrong shape, or with invalid values.
     """
-    config = config or CreditConfig()
+    started, config = time.perf_counter(), config or CreditConfig()
     score = _score_of(groups) if config.score == "auto" else config.score
     groups = [replace(g, score=scores.get(g.task.env_id, score)) for g in groups]
     name = name_of("advantage", estimator)
@@ -105,6 +109,7 @@ def estimate(
         zero_variance_groups=float(np.mean(flat)) if flat else 0.0,
         baseline_fallbacks=sum(map(fallbacks, groups)) if counts else 0,
         rms=rms,
+        seconds=time.perf_counter() - started,
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from gspo_env.errors import ConfigError
 from gspo_env.rollout.failures import FaultLog, describe
-from gspo_env.rollout.play import ENDED
+from gspo_env.rollout.play import conclude
 from gspo_env.types import Episode, Fault, Group
 
 _log = FaultLog()
@@ -70,7 +72,15 @@ async def score_group(
 
 async def _rate(reward: GroupReward, group: Group) -> Sequence[Rating]:
     try:
-        return await reward(group)
+        ratings = await reward(group)
+        for rating, episode in zip(ratings, group.episodes, strict=True):
+            values = [0.0 if value is None else value for value in rating.rewards]
+            if len(values) not in (0, len(episode.turns)) or not all(map(math.isfinite, values)):
+                raise ConfigError(
+                    f"the reward {reward.name} is {values!r}; expected a finite number or None for "
+                    f"each of {len(episode.turns)} turns"
+                )
+        return ratings
     except Exception as error:  # a user's code: the episodes are lost, the run continues
         return [Rating(fault=describe(f"the reward {reward.name}", error))] * len(group.episodes)
 
@@ -98,12 +108,7 @@ def _add(
     last, outcome = turns[-1], episode.outcome
     if last.info.episodic_reward is None:
         outcome += weight * sum(value or 0.0 for value in rating.rewards)
-    success = last.info.success
     if success_from is not None:
-        success = last.reward >= success_from
-        turns[-1] = replace(last, info=replace(last.info, success=success))
-    if episode.stop_reason in ENDED:
-        success = outcome > 0 if success is None else success
-    else:
-        success = False
+        turns[-1] = replace(last, info=replace(last.info, success=last.reward >= success_from))
+    _, success = conclude(turns, episode.stop_reason, False, 0.0)
     return replace(episode, turns=tuple(turns), outcome=outcome, success=success)

@@ -162,11 +162,12 @@ class BoundDistillation:
         from gspo_env.batch.sample import to_samples
 
         rows = [episode.engine_logprobs for episode in episodes]
+        if self.settings.hint:
+            episodes = [
+                self._with_hint(episode) if episode.turns else episode for episode in episodes
+            ]
         samples = to_samples(episodes, [np.arange(float(len(row))) for row in rows])
         samples = [s for s in samples if s.mask.any()]
-        if self.settings.hint:
-            hinted = {n: self._with_hint(e) for n, e in enumerate(episodes) if e.turns}
-            samples = [_replace_prompt(s, *hinted[s.episode or 0]) for s in samples]
         for part in microbatches(samples, _MOST_TOKENS):
             values = self.score(part).double().cpu().numpy()
             ends = np.cumsum([len(sample.advantages) for sample in part])
@@ -174,8 +175,8 @@ class BoundDistillation:
                 rows[sample.episode or 0][sample.advantages.astype(int)] = values_N
         return rows
 
-    def _with_hint(self, episode: Episode) -> tuple[Sequence[int], Sequence[int]]:
-        """Returns the ids of the first prompt, and those with the hint in the system prompt."""
+    def _with_hint(self, episode: Episode) -> Episode:
+        """Returns an episode with the hint in its system prompt, in each of its sequences."""
         text, prompt = episode.reset.extra.get(self.settings.hint), episode.prompt
         if not isinstance(text, str):
             raise TrainingError(
@@ -183,9 +184,29 @@ class BoundDistillation:
                 "expected the text of advantage.hint"
             )
         system = f"{prompt.system}\n\n{text}" if prompt.system else text
-        first = episode.turns[0]
-        ids = self.chat.start(first.observation, replace(prompt, system=system))
-        return first.prompt_ids, ids
+        turns, observation = list(episode.turns), episode.turns[0].observation
+        old = [*turns[0].prompt_ids]
+        new = [*self.chat.start(observation, replace(prompt, system=system))]
+        start = _common(old, new)
+        end = _common(old[start:][::-1], new[start:][::-1])
+        stop = len(old) - end
+        for k, ids in enumerate(turn.prompt_ids for turn in episode.turns):
+            if episode.parents[k] is not None:
+                continue
+            if [*ids[:stop]] != old[:stop]:
+                raise TrainingError(
+                    "a sequence of an episode has another system prompt than the first; expected "
+                    "the same, so that the teacher's hint can follow it"
+                )
+            hinted = (*ids[:start], *new[start : len(new) - end], *ids[stop:])
+            turns[k] = replace(turns[k], prompt_ids=hinted)
+        return replace(episode, turns=tuple(turns))
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Returns how many ids two sequences begin with alike."""
+    pairs = zip(one, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _scorer(
@@ -208,29 +229,3 @@ def _scorer(
     packed, share = check.mode is not RunMode.UNPACKED, check.mode is RunMode.SHARED
     scorer = Scorer(model, collector.config.temperature, packed=packed, padded=check.padded)
     return torch.no_grad()(lambda part: scorer(pack(part, device, share=share))[0].logprobs_N)
-
-
-def _replace_prompt(sample: Sample, old: Sequence[int], new: Sequence[int]) -> Sample:
-    """Replaces the ids in which two prompts differ in a sample that begins like the first.
-
-    A later sequence of an episode shares only the system prompt, so what follows it must be equal.
-
-    Raises:
-        TrainingError: The sample begins otherwise.
-    """
-    least = min(len(old), len(new))
-    start = next((n for n in range(least) if old[n] != new[n]), least)
-    most = least - start
-    stop = len(old) - next((n for n in range(most) if old[-1 - n] != new[-1 - n]), most)
-    ids, turns = sample.token_ids, sample.turn_ids
-    if ids[:stop].tolist() != list(old[:stop]):
-        raise TrainingError(
-            "a sequence of an episode has another system prompt than the first; expected the same, "
-            "so that the teacher's hint can follow it"
-        )
-    added = np.asarray(new[start : len(new) - len(old) + stop], dtype=ids.dtype)
-    return replace(
-        sample,
-        token_ids=np.concatenate([ids[:start], added, ids[stop:]]),
-        turn_ids=np.concatenate([turns[:start], np.full(len(added), -1), turns[stop:]]),
-    )

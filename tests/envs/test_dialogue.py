@@ -15,6 +15,7 @@ from gspo_envs.dialogue.task import PERSONAS, DialogueTask, Domain, Fact
 from gspo_envs.dialogue.users import ScriptedUser
 
 DOMAINS = ("orders", "bookings")
+SHOP = f"{Path(__file__).parents[2] / 'examples/shop.py'}:Shop"
 DONE, REFUSAL = "It is done.", "I am sorry, I cannot do that."
 
 
@@ -32,7 +33,7 @@ def play(env: Any, *extra: str, calls: bool = True) -> Any:
     return step
 
 
-@pytest.mark.parametrize("domain", DOMAINS)
+@pytest.mark.parametrize("domain", [*DOMAINS, SHOP])
 def test_the_scripted_agent_solves_hundreds_of_different_tasks(domain: str) -> None:
     env: Any = make_env("gspo/Dialogue-v0", domain=domain)
     keys = set()

@@ -380,13 +380,26 @@ def test_an_attack_in_an_observation_or_the_task_stays_quoted_too(server):
     assert frame(one) == frame(two)
 
 
-def test_a_group_reward_of_a_user_that_raises_costs_the_group_and_not_the_run():
+@pytest.mark.parametrize(
+    ("rate", "error"),
+    [
+        (lambda group: [Rating(rewards=(1 / 0,))], "ZeroDivisionError"),
+        (lambda group: [Rating(rewards=(math.nan,))] * 2, r"\[nan\]; expected a finite number"),
+        (lambda group: [Rating(rewards=(0.5, 0.5))] * 2, "each of 1 turns"),
+        (lambda group: [Rating(rewards=("7",))] * 2, "TypeError"),
+        (lambda group: [Rating()], "ValueError"),
+        (lambda group: [Rating()] * 3, "ValueError"),
+        (lambda group: [0.5, 0.5], "AttributeError"),
+        (lambda group: None, "TypeError"),
+    ],
+)
+def test_a_group_reward_of_a_user_that_is_wrong_costs_the_group_and_not_the_run(rate, error):
     class Broken(GroupReward):
         async def __call__(self, group):
-            return [Rating(rewards=(1 / 0,))]
+            return rate(group)
 
     scored = score(Broken(), group(["a"], ["b"]))
-    assert all(e.failed and "ZeroDivisionError" in e.error for e in scored.episodes)
+    assert all(e.failed and re.search(error, e.error) for e in scored.episodes)
 
 
 @pytest.mark.parametrize(

@@ -109,36 +109,29 @@ class Orders(Domain):
 
 
 class Bookings(Domain):
-    """Book a table, or move a booking to another day."""
+    """Book a table."""
 
     rules = (
         "You take the bookings of a restaurant. Ask for what you need, and look at the free tables "
-        "of a day: book for it or move to it only if there are any. Say that it is done, or that "
-        "you cannot do it."
+        "of a day: book only if there are any. Say that it is done, or that you cannot do it."
     )
 
     def draw(self, random: np.random.Generator) -> DialogueTask:
         """Draws the bookings and the free tables, and what the guest wants."""
         day, guest = _pick(random, _DAYS), _pick(random, _GUESTS)
-        columns = _draw_columns(random, _GUESTS, _DAYS.replace(day, ""))
+        rows = [*zip(*_draw_columns(random, _GUESTS, _DAYS), strict=True)]
         free = {
             name: int(random.integers(1, 5) * (random.integers(3) > 0)) for name in _DAYS.split()
         }
-        script = ["CREATE TABLE bookings (number TEXT PRIMARY KEY, guest, day);"]
+        script = ["CREATE TABLE bookings (number, guest, day);"]
         script += ["CREATE TABLE days (day TEXT PRIMARY KEY, free INTEGER);"]
-        script += [f"INSERT INTO bookings VALUES {row!r};" for row in zip(*columns, strict=True)]
+        script += [f"INSERT INTO bookings VALUES {row!r};" for row in rows]
         script += [f"INSERT INTO days VALUES {row!r};" for row in free.items()]
-        if random.integers(2):
-            opening, change = "I would like a table.", _call("book_table", guest=guest, day=day)
-            first = _fact("name", f'My name is "{guest}".', "What is your name?")
-        else:
-            booking, opening = columns[0][0], "I would like to come on another day."
-            text, question = f"My booking is #{booking}.", "What is the number of your booking?"
-            first = _fact("number", text, question)
-            change = _call("move_booking", booking=booking, day=day)
-        when = _fact("day when", f'Put me on "{day}".', "For which day?")
-        actions = [_call("free_tables", day=day), *([change] if free[day] else [])]
-        return _task(random, script, opening, [first, when], actions)
+        facts = [_fact("name", f'My name is "{guest}".', "What is your name?")]
+        facts += [_fact("day when", f'Put me on "{day}".', "For which day?")]
+        book = [_call("book_table", guest=guest, day=day)] if free[day] else []
+        actions = [_call("free_tables", day=day), *book]
+        return _task(random, script, "I would like a table.", facts, actions)
 
     @tool
     def free_tables(self, day: str) -> str:
@@ -151,21 +144,6 @@ class Bookings(Domain):
         return f"{rows[0][0]} free" if rows else "no such day"
 
     @tool
-    def move_booking(self, booking: str, day: str) -> str:
-        """Move a booking to another day.
-
-        Args:
-            booking: The number of the booking.
-            day: The new day of the week.
-        """
-        old = self.rows("SELECT day FROM bookings WHERE number = ?", booking)
-        if not old or not self._add(day, -1):
-            return "no such booking or day"
-        self._add(old[0][0], 1)
-        self.rows("UPDATE bookings SET day = ? WHERE number = ?", day, booking)
-        return "moved"
-
-    @tool
     def book_table(self, guest: str, day: str) -> str:
         """Book a table for a guest.
 
@@ -173,13 +151,7 @@ class Bookings(Domain):
             guest: The guest's name.
             day: The day of the week.
         """
-        if not self._add(day, -1):
+        if not self.rows("UPDATE days SET free = free - 1 WHERE day = ? RETURNING day", day):
             return "no such day"
-        number = self.rows("SELECT max(number) + 1 FROM bookings")[0][0]
-        self.rows("INSERT INTO bookings VALUES (?, ?, ?)", str(number), guest, day)
+        self.rows("INSERT INTO bookings SELECT max(number) + 1, ?, ? FROM bookings", guest, day)
         return "booked"
-
-    def _add(self, day: str, tables: int) -> bool:
-        """Changes the free tables of a day; returns whether there is such a day."""
-        sql = "UPDATE days SET free = free + ? WHERE day = ? RETURNING day"
-        return bool(self.rows(sql, tables, day))

@@ -107,8 +107,6 @@ class DialogueEnv(AnswerEnv):
         calls = [format_tool_call(call.name, call.arguments) for call in self._pending]
         self.solution = "\n".join([f"The user says: {self._task.goal}", *calls])
         self._matched: set[str] = set()
-        self._changes: list[str] = []
-        self._changed = self.domain.connection.total_changes
         self._user: ScriptedUser | ModelUser = (
             ModelUser(self._task, self._client) if self._client else ScriptedUser(self._task)
         )
@@ -121,9 +119,6 @@ class DialogueEnv(AnswerEnv):
 
     def on_tool_result(self, call: ToolCall, result: str) -> float:
         """Rewards the first time that a needed call is made."""
-        if (count := self.domain.connection.total_changes) != self._changed:
-            self._changed = count
-            self._changes.append(repr(call))
         if call not in self._pending:
             return 0.0
         self._pending.remove(call)
@@ -164,5 +159,5 @@ class DialogueEnv(AnswerEnv):
 
     @property
     def _state_key(self) -> str:
-        parts = (self._user.state, self._pending, sorted(self._matched), self._changes)
+        parts = (self._user.state, self._pending, sorted(self._matched), self.domain.state())
         return fingerprint(self._task_key, repr(parts))
