@@ -90,6 +90,7 @@ def test_estimate_scales_over_the_batch_and_counts() -> None:
     assert credit.metrics() == {
         "rollout/zero_variance_groups": pytest.approx(1 / 3),
         "train/advantage_rms": pytest.approx(np.sqrt(np.mean(values**2))),
+        "time/credit": credit.seconds,
         "train/baseline_fallbacks": 0,
     }
     assert estimate([UNEQUAL], ReturnsToGo()).baseline_fallbacks == 1
