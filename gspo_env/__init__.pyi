@@ -29,6 +29,7 @@ from .errors import SandboxUnavailableError as SandboxUnavailableError
 from .errors import ToolServerError as ToolServerError
 from .errors import UnknownEnvironmentError as UnknownEnvironmentError
 from .learner.learner import Learner as Learner
+from .learner.padded_loss import policy_loss as policy_loss
 from .tool_calls import ToolCallError as ToolCallError
 from .types import Episode as Episode
 from .types import Group as Group

@@ -43,12 +43,11 @@ REMOVED = {
     "view.port": "`gspo-env view` writes a file and opens it",
     "supply.straggler_quantile": "bound an episode with --episode-timeout, or let the rollout"
     " continue during updates with --max-staleness",
-    "compare.until": "choose --seeds; the report gives each difference with its interval",
+    "compare.until": "choose --seeds; the report says which differences they can show",
     "compare.budget": "Ctrl-C stops a comparison, and the same command resumes it",
     "compare.most_seeds": "choose --seeds",
-    "compare.like": "the report of the earlier comparison gives the intervals of its differences",
-    "compare.target": "the area under the curve says how fast an arm learns",
-    "compare.difference": "the report gives each difference with its interval",
+    "compare.like": "the report of the earlier comparison says which differences its seeds show",
+    "compare.difference": "the report says which differences the seeds can show",
     "report": "`gspo-env view` shows the curves and episodes of a run, `gspo-env compare` compares"
     " settings over seeds",
     "cache": "every run warms up its model anew, which takes seconds",

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from padded_loss import policy_loss
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from gspo_env.batch.sample import Sample
-from gspo_env.learner import GSPO, Learner, LearnerConfig, Loss, LossInput
+from gspo_env.learner import GSPO, Learner, LearnerConfig, Loss, LossInput, policy_loss
 
 
 def learner_of(

@@ -46,7 +46,7 @@ def policy_loss(
     """Computes the clipped loss and its gradient, token by token.
 
     Shapes:
-        As `policy_loss` of `tests/padded_loss.py`.
+        As `gspo_env.learner.policy_loss`.
 
     Raises:
         ConfigError: An option is invalid.

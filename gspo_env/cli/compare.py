@@ -31,6 +31,8 @@ class Compare(Run):
     picked with."""
     metric: str = "eval/success"
     """The metric that is compared."""
+    target: float = 0.0
+    """Also count the episodes until the metric reaches this; 0 turns this off."""
     workers: int = 0
     """Worker processes; 0 is one per core."""
     tables: tyro.conf.Suppress[tyro.conf.Fixed[dict[str, Any]]] = field(default_factory=dict)
@@ -51,7 +53,7 @@ class Compare(Run):
         from gspo_env.compare import compare, parse
         from gspo_env.report.comparison import METHODS, write_report
 
-        names = ("seeds", "first_seed", "metric", "workers")
+        names = ("seeds", "first_seed", "metric", "target", "workers")
         options = {name: getattr(self, name) for name in names}
         comparison = parse(self.tables, self.arm, self.resolved, **options)
         base = next(iter(comparison.problems.values()))

@@ -48,6 +48,8 @@ class Comparison:
     """The seeds are this one and the next; another one makes a study on fresh seeds."""
     metric: str = "eval/success"
     """The metric that is compared; `rollout/...` has a value at every step."""
+    target: float = 0.0
+    """Count the episodes until the metric first reaches this; 0 turns this off."""
     workers: Annotated[int, Ge(0)] = 0
     """Worker processes; 0 is one per core."""
 
@@ -117,7 +119,7 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
 
 
 _FIELDS: dict[str, Any] = {
-    **{"seeds": int, "first_seed": int, "workers": int, "metric": str},
+    **{"seeds": int, "first_seed": int, "workers": int, "target": float, "metric": str},
     "grid": dict[str, list[Any]],
     **dict.fromkeys(("arms", "problems"), dict[str, dict[str, Any]]),
 }
@@ -150,7 +152,7 @@ def parse(
         tables: `grid`, `arms` and `problems`, as `check_table` gives them.
         axes: `name=value,value`, each an axis of the grid.
         base: The config that the problems change.
-        options: `seeds`, `first_seed`, `metric` and `workers`.
+        options: `seeds`, `first_seed`, `metric`, `target` and `workers`.
 
     Raises:
         ConfigError: A name is unknown or a value invalid.

@@ -245,6 +245,46 @@ def holm(pvalues: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def power(effect: float, pairs: int, *, alpha: float = 0.05) -> float:
+    """Computes the power of a two-sided paired t-test.
+
+    Args:
+        effect: The true mean of the paired differences in their standard deviations.
+        pairs: Number of pairs, at least 2.
+        alpha: Level of the test.
+
+    Source:
+        The noncentral t distribution: Cohen 1988, chapter 2.
+    """
+    from scipy.stats import chi2, norm, t
+
+    bound, shift = t.ppf(1 - alpha / 2, pairs - 1), abs(effect) * pairs**0.5
+    # SciPy's noncentral t is NaN far out; given the sample's spread, the mean is normal
+    middles = (np.arange(1000) + 0.5) / 1000
+    spread_N = np.sqrt(chi2.ppf(middles, pairs - 1) / (pairs - 1))
+    above, below = norm.cdf(shift - bound * spread_N), norm.cdf(-shift - bound * spread_N)
+    return float((above + below).mean())
+
+
+def smallest_difference(
+    spread: float, pairs: int, *, alpha: float = 0.05, desired: float = 0.8
+) -> float:
+    """Computes the smallest true difference that a paired test shows with the desired power.
+
+    Args:
+        spread: Standard deviation of the paired differences.
+        pairs: Number of pairs, at least 2.
+        alpha: Level of the test.
+        desired: The power.
+    """
+    from scipy.optimize import brentq
+
+    def missing(effect: float) -> float:
+        return power(effect, pairs, alpha=alpha) - desired
+
+    return spread * float(brentq(missing, 1e-6, 1e4 / pairs**0.5))
+
+
 def _wilson(successes: int, trials: int, confidence: float) -> tuple[float, float]:
     from scipy.stats import binomtest
 

@@ -12,6 +12,7 @@ from .losses import packed_policy_loss as packed_policy_loss
 from .masters import MasterWeights as MasterWeights
 from .minibatch import Microbatch as Microbatch
 from .minibatch import Minibatch as Minibatch
+from .padded_loss import policy_loss as policy_loss
 from .settings import LearnerConfig as LearnerConfig
 from .settings import Trainer as Trainer
 from .stats import PassStats as PassStats

@@ -29,7 +29,7 @@ OldLogprobs = Literal["trainer", "engine"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveOutput:
-    """The loss and its parts, (N,).
+    """The loss and its parts: (B, T) from `policy_loss`, (N,) from `packed_policy_loss`.
 
     A user's loss may leave out the parts; the metrics of missing parts are not logged.
     """
@@ -278,10 +278,10 @@ def packed_policy_loss(
 ) -> ObjectiveOutput:
     """Computes the clipped policy loss of the model tokens alone; training uses this one.
 
-    The options are the fields of `ClipSettings`. `normaliser` is the denominator of the
-    aggregation: the number of non-empty sequences, or of model tokens for `token_mean`.
-    Microbatches that pass the count of the whole minibatch have losses that add up to its loss. All
-    tokens of a sequence have to be in one microbatch.
+    The arguments are those of `policy_loss`. `normaliser` is the denominator of the aggregation:
+    the number of non-empty sequences, or of model tokens for `token_mean`. Microbatches that pass
+    the count of the whole minibatch have losses that add up to its loss. All tokens of a sequence
+    have to be in one microbatch.
 
     Shapes:
         Every tensor: (N,). `sequence_ids_N` in [0, num_sequences), `turn_ids_N` in [0, num_turns),
@@ -296,7 +296,7 @@ def packed_policy_loss(
         arXiv 2503.14476; `token_sum`: arXiv 2503.20783; `ratio_mean`: arXiv 2605.12058, eq. 1 to 3.
     """
     settings = ClipSettings(**options)
-    _check_shapes(
+    check_shapes(
         logprobs_N.shape,
         old_logprobs_N=old_logprobs_N,
         advantages_N=advantages_N,
@@ -363,7 +363,7 @@ def importance_weights(
             f"kind is {kind!r} and cap is {cap!r}; expected one of {get_args(Correction)} and a "
             "number of at least 1"
         )
-    _check_shapes(
+    check_shapes(
         trainer_logprobs_N.shape, engine_logprobs_N=engine_logprobs_N, sequence_ids_N=sequence_ids_N
     )
     dtype = wide_dtype(trainer_logprobs_N)
@@ -483,7 +483,7 @@ def aggregate(
     return (objective_N * weight_N).sum() / count
 
 
-def _check_shapes(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
+def check_shapes(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
     """Raises `BatchError` if a tensor that is given has another shape."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != shape:

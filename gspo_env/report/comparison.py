@@ -16,7 +16,7 @@ from gspo_env.config import to_toml
 from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.report import plots
 from gspo_env.report.page import Section, html_page, markdown_page
-from gspo_env.types import FloatArray
+from gspo_env.types import BoolArray, FloatArray
 
 METHODS = "Statistics and methods"
 """Title of the section behind the results."""
@@ -65,6 +65,9 @@ class Row:
     played: float
     """Training episodes of a run, the mean of those that did not fail."""
     failed: int
+    to_target: tuple[float, ...]
+    """Episodes until each seed first reached the target; infinite if it never did. Empty without a
+    target."""
     difference: Score
     """The paired difference in area from the first arm, with Student's interval."""
     improvement: float
@@ -117,6 +120,7 @@ def _rows(comparison: Comparison, problem: str, results: Sequence[Result]) -> li
             episodes=episodes,
             played=float(np.mean([r.episodes for r in runs[n] if not r.error] or [0.0])),
             failed=int(failed[n].sum()),
+            to_target=_to_target(curves_A[n], failed[n], episodes, comparison.target),
             difference=Score(middle=float(differences.mean()), low=low, high=high),
             improvement=stats.probability_of_improvement(ranks[n], ranks[0]),
             p_value=stats.paired_permutation_test(areas[n], areas[0]),
@@ -170,12 +174,23 @@ def _common_points(points: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(sorted({first, last, *min(inside, key=len)}))
 
 
+def _to_target(
+    curves: FloatArray, failed: BoolArray, episodes: Sequence[float], target: float
+) -> tuple[float, ...]:
+    if not target:
+        return ()
+    hits = [np.flatnonzero((curve >= target) & ~f) for curve, f in zip(curves, failed, strict=True)]
+    return tuple(episodes[hit[0]] if len(hit) else float("inf") for hit in hits)
+
+
 def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
     """Returns the header and a line for each arm."""
     kind = stats.interval_name(comparison.seeds)
     head = ["arm", "difference from the first, over training (95 % interval)"]
     head += [f"area under the curve ({kind})", f"final ({kind})"]
     head += ["P(better than first)", "p (Holm)", "failed"]
+    if comparison.target:
+        head.append(f"median episodes to {comparison.target:g}")
     lines = [head]
     for n, row in enumerate(rows):
         lost = row.failed == len(row.finals)
@@ -189,6 +204,9 @@ def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
             f"{row.p_value:.3f}" if n else "",
             f"{row.failed}/{len(row.finals)}",
         ]
+        if comparison.target:
+            middle = float(np.median(row.to_target))
+            line.append(f"{middle:,.0f}" if np.isfinite(middle) else "not reached")
         lines.append(line)
     return lines
 
@@ -199,6 +217,8 @@ def short_table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
     columns = [0, 3, 1]
     if any(row.failed for row in rows):
         columns.append(6)
+    if comparison.target:
+        columns.append(7)
     return [[line[n] for n in columns] for line in lines]
 
 
@@ -234,6 +254,50 @@ def _end(row: Row) -> str:
         return f"nothing with {row.arm.name}, whose runs all failed"
     low, high = f"{scores[0]:.2f}", f"{scores[-1]:.2f}"
     return f"{low if low == high else f'{low} to {high}'} with {row.arm.name}"
+
+
+def verdict(rows: Sequence[Row], tests: int = 0) -> str:
+    """Says which arms are better or worse than the first, and what the seeds can show.
+
+    Args:
+        rows: The arms of a problem.
+        tests: Number of tests over all problems; by default those of this one.
+    """
+    first, others, pairs = rows[0].arm.name, rows[1:], len(rows[0].areas)
+    shown = [
+        f"{word} than {first}: {', '.join(names)}"
+        for sign, word in ((1, "better"), (-1, "worse"))
+        if (names := [row.arm.name for row in others if row.direction == sign])
+    ]
+    sentences = [f"Shown to be {'; '.join(shown)}."] if shown else []
+    if open_arms := [row for row in others if not row.direction]:
+        about = f" about {', '.join(row.arm.name for row in open_arms)}" if shown else ""
+        sentences.append(f"Undecided{about}: {_limits(rows, tests or len(others))}")
+        tendencies = [
+            f"{row.arm.name} {row.difference.middle:+.3g}{row.difference.bounds}"
+            for row in open_arms
+            if row.failed < pairs
+        ]
+        sentences += [f"Tendency against {first}: {', '.join(tendencies)}."] if tendencies else []
+    return " ".join(sentences)
+
+
+def _limits(rows: Sequence[Row], tests: int) -> str:
+    """Says which differences the seeds can show, and how many seeds can show more."""
+    pairs, level = len(rows[0].areas), 0.05 / tests
+    seeds, least = f"{pairs} seed{'s'[: pairs > 1]}", ""
+    if pairs > 1:
+        variances = [float((row.areas - rows[0].areas).var(ddof=1)) for row in rows[1:]]
+        spread = float(np.sqrt(np.mean(variances)))
+        smallest = stats.smallest_difference(spread, pairs, alpha=level) if spread > 0 else 0.0
+        least = f" below {smallest:.2g}" if smallest else ""
+    needed = stats.fewest_pairs(level)
+    if pairs >= needed:
+        return f"{seeds} cannot show a difference{least} (power 0.8); more can."
+    return (
+        f"{seeds} cannot show a difference{least}; {needed} can. The smallest p-value of {seeds} "
+        f"is {min(1.0, 2 / 2**pairs):.3f} before the correction."
+    )
 
 
 def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
@@ -306,8 +370,9 @@ def write_report(
             caption=f"Learning curves of {name}",
         )
         sections.append(section)
+        title, text = f"All statistics of {name}", verdict(rows, tests)
         every = table(comparison, rows)
-        folded.append(Section(title=f"All statistics of {name}", table=every, folded=True))
+        folded.append(Section(title=title, text=text, table=every, folded=True))
     failed = [f"{r.run.name}: {r.error}" for r in results if r.error]
     if failed:
         sections.append(Section(title="Failed runs", items=failed))

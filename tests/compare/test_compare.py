@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from gspo_env.compare.stats import (
 from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.credit import GiGPO, GroupGAE
 from gspo_env.errors import ConfigError, OutputError, UnknownEnvironmentError
-from gspo_env.report.comparison import METHODS, conclusion, summarise, table, write_report
+from gspo_env.report.comparison import METHODS, summarise, table, verdict, write_report
 from gspo_env.tracking.base import NoTracker
 from gspo_env.tracking.mlflow import MLflow
 
@@ -227,7 +228,7 @@ def test_the_table_of_a_file_and_the_command_line_meet():
     }.items():
         with pytest.raises(ConfigError, match=f"unknown field compare.'{name}'.*{words}"):
             check_table({name: 1})
-    for wrong in ({"seeds": "5"}, {"metric": True}, {"grid": {"gamma": 1.0}}, {"problems": 3}):
+    for wrong in ({"seeds": "5"}, {"target": True}, {"grid": {"gamma": 1.0}}, {"problems": 3}):
         with pytest.raises(
             ConfigError, match=f"compare.{next(iter(wrong))}.* is .*; input should be"
         ):
@@ -279,8 +280,8 @@ def test_worked_examples_of_the_tests_between_arms():
     assert probability_of_improvement([1, 2, 3], [0, 2, 2]) == pytest.approx((1 + 2 + 3) / 9)
 
 
-def test_the_area_and_the_pairs_are_read_off_the_curves(tmp_path):
-    comparison = two("low", "high", seeds=2, metric="rollout/return")
+def test_the_area_the_target_and_the_pairs_are_read_off_the_curves(tmp_path):
+    comparison = two("low", "high", seeds=2, metric="rollout/return", target=0.5)
     values = {"low": [0.0, 0.2], "high": [0.4, 0.8]}
 
     def history(run):
@@ -291,8 +292,13 @@ def test_the_area_and_the_pairs_are_read_off_the_curves(tmp_path):
     low, high = summarise(comparison, results)["one"]
     np.testing.assert_allclose(high.areas, [0.6, 0.61])
     np.testing.assert_allclose(low.finals, [0.2, 0.21])
-    assert high.episodes == (8.0, 16.0)  # steps of 2 tasks x 4 episodes
+    assert high.to_target == (16.0, 16.0)  # the second step of 2 tasks x 4 episodes
+    assert high.episodes == (8.0, 16.0)
+    assert low.to_target == (np.inf, np.inf)
     assert high.improvement == 1.0
+    lines = table(comparison, [low, high])
+    assert lines[1][-1] == "not reached"
+    assert lines[2][-1] == "16"
 
 
 def learning(comparison, folder, curve, metric="eval/success", broken=()):
@@ -324,7 +330,7 @@ def test_identical_learning_in_other_steps_groups_and_lengths_is_no_improvement(
     fine = {"steps": steps * coarser, "rollout.group_size": 2}
     coarse = {"steps": steps * longer, "rollout.group_size": 2 * coarser}
     arms = (Arm(name="fine", changes=fine), Arm(name="coarse", changes=coarse))
-    comparison = two(arms=arms, seeds=3, metric="eval/success")
+    comparison = two(arms=arms, seeds=3, metric="eval/success", target=0.4 * sign)
 
     def curve(played, seed):
         return sign * (1 - np.exp(-played / speed)) + 0.01 * seed
@@ -332,6 +338,7 @@ def test_identical_learning_in_other_steps_groups_and_lengths_is_no_improvement(
     one, other = summarise(comparison, learning(comparison, tmp_path, curve))["one"]
     assert other.improvement == 0.5
     assert other.p_value == 1.0
+    assert one.to_target == other.to_target
     np.testing.assert_array_equal(one.curves, other.curves)
     assert one.episodes[-1] == 2 * 2 * steps * coarser  # the shorter of the two
 
@@ -356,10 +363,13 @@ def test_arms_of_different_lengths_say_what_is_compared(tmp_path):
 @given(
     level=st.floats(-1e4, 1e4),
     slope=st.floats(-1.0, 1.0),
+    target=st.sampled_from([-1e5, -1.0, 1.0]),
     lost=st.sets(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 3)), min_size=1),
 )
-def test_a_failed_run_ranks_below_the_worst_run_in_every_statistic(tmp_path, level, slope, lost):
-    comparison = two(problems={"one": small(steps=4)}, seeds=4, metric="m")
+def test_a_failed_run_ranks_below_the_worst_run_in_every_statistic(
+    tmp_path, level, slope, target, lost
+):
+    comparison = two(problems={"one": small(steps=4)}, seeds=4, target=target, metric="m")
 
     def curve(played, seed):
         return level + slope * played + seed
@@ -370,6 +380,7 @@ def test_a_failed_run_ranks_below_the_worst_run_in_every_statistic(tmp_path, lev
     whole = [(row, s) for row in rows for s in range(4) if (row.arm.name, s) not in lost]
     broken = [(row, s) for row in rows for s in range(4) if (row.arm.name, s) in lost]
     for bad, s in broken:
+        assert bad.to_target[s] == np.inf
         for good, g in whole:
             assert bad.areas[s] < good.areas[g]
             assert bad.finals[s] < good.finals[g]
@@ -415,7 +426,7 @@ def test_a_report_begins_with_where_the_arms_end_and_folds_its_methods(
     assert page.index(words) < page.index("<table>") < page.index("<details><summary><strong>")
 
 
-def test_the_conclusion_names_what_is_shown_and_how_many_seeds_can_show_more(tmp_path):
+def test_the_verdict_names_what_is_shown_and_what_the_seeds_can_show(tmp_path):
     arms = tuple(Arm(name=name, changes={}) for name in ("first", "better", "alike"))
     comparison = Comparison(problems={"one": small()}, arms=arms, seeds=8, metric="m")
     rng = np.random.default_rng(0)
@@ -425,12 +436,16 @@ def test_the_conclusion_names_what_is_shown_and_how_many_seeds_can_show_more(tmp
         return [(1, {"m": gains[run.arm.name] + 0.05 * rng.standard_normal()})]
 
     results = results_of(comparison, tmp_path, history)
-    text = conclusion("m", summarise(comparison, results)["one"])
-    assert "better: better than first. No difference is shown for alike; more than 8 seeds" in text
+    text = verdict(summarise(comparison, results)["one"])
+    assert text.startswith("Shown to be better than first: better. Undecided about alike: 8 seeds ")
+    assert re.search(r"cannot show a difference below 0\.\d+ \(power 0\.8\); more can\.", text)
     few = dataclasses.replace(comparison, seeds=3)
     rows = summarise(few, [r for r in results if r.run.seed < 3])["one"]
-    assert "3 seeds cannot show a difference; 7 can." in conclusion("m", rows)
-    assert "; 9 can" in conclusion("m", rows, tests=8)
+    text = verdict(rows)
+    assert re.match(r"Undecided: 3 seeds cannot show a difference below 0\.\d+; 7 can\. ", text)
+    assert "The smallest p-value of 3 seeds is 0.250 before the correction. Tendency" in text
+    assert re.search(r"Tendency against first: better \+0\.\d+ \(.*\), alike [-+]0\.", text)
+    assert "; 9 can" in verdict(rows, tests=8)
 
 
 @pytest.mark.parametrize("seeds", [1, 2, 3, 5])
@@ -446,8 +461,11 @@ def test_few_seeds_leave_a_comparison_undecided_and_never_show_no_difference(
         return [(1, {"m": effect * (run.arm.name == "b") + spread * rng.random()})]
 
     results = results_of(comparison, tmp_path, history)
-    text = conclusion("m", summarise(comparison, results)["one"])
-    assert f"{seeds} seed{'s'[: seeds > 1]} cannot show a difference; 6 can." in text
+    text = verdict(summarise(comparison, results)["one"])
+    assert text.startswith(f"Undecided: {seeds} seed")
+    assert "; 6 can." in text
+    assert "Tendency against a: b +" in text or "Tendency against a: b -" in text
+    assert "no difference" not in text.lower()
 
 
 def test_the_area_is_that_of_the_trapezoidal_rule_whatever_the_spacing_of_the_points(tmp_path):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 
 import numpy as np
 import pytest
+from scipy.stats import nct, t
 
 from gspo_env.compare.stats import (
     pass_at_k,
     pass_hat_k,
+    power,
+    smallest_difference,
     success_interval,
 )
 from gspo_env.errors import ConfigError
@@ -71,3 +75,12 @@ def test_impossible_counts_are_named():
         success_interval([[1], []])
     with pytest.raises(ConfigError, match="0 or 1"):
         success_interval([[0.5]])
+
+
+def test_power_is_that_of_the_noncentral_t():
+    for n in (3, 8, 20):
+        bound, shift = t.ppf(0.975, n - 1), 0.7 * math.sqrt(n)
+        expected = nct.sf(bound, n - 1, shift) + nct.cdf(-bound, n - 1, shift)
+        assert power(0.7, n) == pytest.approx(expected, abs=1e-3)
+    assert power(1.0, 9) < 0.8 <= power(1.0, 10)  # a well-known number
+    assert smallest_difference(0.1, 34) == pytest.approx(0.05, rel=0.02)

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learners import evaluate
-from padded_loss import policy_loss
 from torch import Tensor
 
 from gspo_env.errors import BatchError, ConfigError
-from gspo_env.learner import importance_weights, packed_policy_loss
+from gspo_env.learner import importance_weights, policy_loss
+from gspo_env.learner.losses import packed_policy_loss
 
 TRL_CASES = json.loads((Path(__file__).parents[1] / "data" / "trl_cases.json").read_text())
 LEVELS = ["sequence", "turn", "token"]
@@ -88,8 +88,11 @@ def test_importance_weights() -> None:
     [
         ({"ratio_level": "episode"}, "ratio_level is 'episode'"),
         ({"ratio_level": "turn", "turn_ids": None}, "without turn_ids"),
+        ({"mask": torch.ones(4, 12)}, "mask has dtype"),
         ({"clip_low": 1.0}, "clip_low is 1.0"),
         ({"kl_coef": 0.1}, "without reference_logprobs"),
+        ({"old_logprobs": torch.zeros(4, 3)}, r"old_logprobs has shape \(4, 3\)"),
+        ({"advantages": torch.zeros(3)}, r"advantages has shape \(3,\)"),
         ({"ratio_level": "turn", "turn_ids": torch.full((4, 12), -1)}, "turn_ids_N spans -1"),
     ],
 )

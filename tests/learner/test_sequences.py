@@ -15,7 +15,8 @@ from turns import episode, turn
 
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.sample import to_samples
-from gspo_env.learner import GRPO, GSPO, ClippedLoss, DrGRPO, Loss
+from gspo_env.errors import BatchError
+from gspo_env.learner import GRPO, GSPO, ClippedLoss, DrGRPO, Loss, policy_loss
 
 learner_of = partial(learners.learner_of, dtype=torch.float64)
 
@@ -202,3 +203,16 @@ def test_sampled_tokens_are_trained_once_and_forks_compute_their_context_once():
     tokens = sum(len(t.prompt_ids) + len(t.action_ids) for t in played.turns)
     assert len(batch.input_ids_T) <= tokens + 16
     assert batch.episodes == (0,)
+
+
+def test_policy_loss_takes_rows_of_one_episode():
+    rng = np.random.default_rng(0)
+    new, old, adv = (torch.tensor(rng.standard_normal((3, 4))) for _ in range(3))
+    mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
+    joined = [torch.cat([v[0], v[2]])[None] for v in (new, old, adv, mask)]
+    padded = [torch.nn.functional.pad(v[1][None], (0, 4)) for v in (new, old, adv, mask)]
+    whole = policy_loss(*(torch.cat(pair) for pair in zip(joined, padded, strict=True)))
+    ids = torch.tensor([0, 1, 0])
+    assert policy_loss(new, old, adv, mask, episode_ids=ids).loss == whole.loss
+    with pytest.raises(BatchError, match=r"episode_ids has shape \(2,\)"):
+        policy_loss(new, old, adv, mask, episode_ids=ids[:2])
