@@ -46,6 +46,7 @@ def run(tmp_path, monkeypatch):
 
 COMMANDS = {
     "view": ["view", "run", "--no-browser"],
+    "report": ["report", "run", "--no-browser"],
     "diagnose": ["diagnose", "run"],
     "resume": ["train", "--resume", "run"],
     "sync": ["sync", "run"],
@@ -53,6 +54,8 @@ COMMANDS = {
 }
 LINKS = {
     "view.html": "precious/file",
+    "report": "precious",
+    "report/report.html": "precious/file",
     "episodes/tokens.json": "precious/file",
     "tracking/calls.jsonl": "precious/file",
     "checkpoints/step-000002": "precious",
@@ -103,12 +106,15 @@ DAMAGE = {
 
 
 QUICK = [(command, [name]) for command in ("view", "diagnose", "resume") for name in DAMAGE]
+DRAWN = [[name] for name in DAMAGE if name.startswith("metrics")]
+OTHERS = [name for name in DAMAGE if not name.startswith("metrics")]
 
 
 @pytest.mark.parametrize(
     ("command", "names"),
     [
         *QUICK,
+        *(("report", names) for names in (*DRAWN, OTHERS)),  # takes seconds
         *(pytest.param("sync", [name], marks=pytest.mark.slow) for name in DAMAGE),
     ],
 )
@@ -201,3 +207,5 @@ def test_a_run_of_ones_own_is_read_and_resumed_as_before(run, capsys):
     (run / "wandb/latest-run").symlink_to("offline-run-1")
     check_folder(run)
     main(["diagnose", "run"])
+    main(["report", "run", "--no-browser"])
+    assert "Wrote run/report/report.html" in capsys.readouterr().out

@@ -62,6 +62,8 @@ class RunRecord:
     """Number of steps that count as the beginning, and as the end."""
     folder: Path = Path()
     name: str = ""
+    config: str = ""
+    """The text of `config.toml`."""
     dtype: str = ""
     """The dtype of the trained weights; empty if unknown."""
     warnings: tuple[str, ...] = ()

@@ -39,18 +39,28 @@ def read_run(folder: str | Path) -> RunRecord:
         points = read_points(path)
     except OSError as error:
         raise OutputError(f"cannot read {str(path / METRICS)!r}: {error.strerror}") from error
-    settings = _settings(_read(path / CONFIG))
+    config = _read(path / CONFIG)
+    settings = _settings(config)
     return RunRecord.of(
         settings,
         {name: (steps, values) for name, (steps, values) in points.items()},
         folder=path,
         name=path.resolve().name,
+        config=config,
         dtype=_trained_dtype(path, settings),
         warnings=tuple(line for line in _read(path / "warnings.txt").splitlines() if line),
         failure=_read(path / FAILURE).strip(),
         environment_error=_read(path / "first-environment-error.txt").strip(),
         finished=(path / MODEL).is_dir(),
     )
+
+
+def runs_in(folder: str | Path) -> list[Path]:
+    """Returns the runs in a folder by name; the folder itself if it is a run, or has none."""
+    path = Path(folder)
+    if (path / METRICS).is_file() or not path.is_dir():
+        return [path]
+    return sorted(p for p in path.iterdir() if (p / METRICS).is_file()) or [path]
 
 
 def _settings(text: str) -> dict[str, Any]:

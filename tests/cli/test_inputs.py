@@ -115,7 +115,7 @@ def _folder(tmp_path, monkeypatch):
         (["play", "--seed", "-1"], "seed is -1"),
         *((["sync", *folder], "a run that was tracked") for folder in ([], ["nowhere"], ["."])),
         *((["view", *more, "--no-browser"], "") for more in ([], ["nowhere"], [".", "--mb", "0"])),
-        (["report", "run"], "there is no command 'report': `gspo-env view` shows"),
+        *((["report", *more, "--no-browser"], "") for more in ([], [""], ["none"])),
         (["serve", "./none", "--host", "0.0.0.0"], "there is no key"),
         (["serve", "./none", "--host", "example.org"], "there is no key"),
         (["serve", "./none", "--port", "70000"], "port is 70000"),

@@ -133,8 +133,10 @@ def test_a_run_in_which_nothing_can_be_written_says_which_option_names_another_p
     tmp_path, capsys
 ):
     run = write_run(tmp_path / "run", steps=1)
-    (run / "view.html").mkdir()  # stands for a disk that is read-only
-    assert "written, named with --out" in refused(capsys, "view", str(run), "--no-browser")
+    for name in ("view.html", "report/report.html"):
+        (run / name).mkdir(parents=True)  # stands for a disk that is read-only
+    for command in ("view", "report"):
+        assert "written, named with --out" in refused(capsys, command, str(run), "--no-browser")
     main(["view", str(run), "--no-browser", "--out", str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").is_file()
 

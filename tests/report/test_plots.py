@@ -8,10 +8,12 @@ import math
 import numpy as np
 import pytest
 
-from gspo_env.compare.stats import success_interval
 from gspo_env.config import Config
 from gspo_env.health.record import RunRecord
 from gspo_env.report import learning_curve
+from gspo_env.report.arms import RunArm
+from gspo_env.report.plots import episodes_figure
+from gspo_env.types import StopReason
 
 
 def draw(history):
@@ -48,10 +50,13 @@ def test_an_empty_history_is_drawn():
     assert [len(axis.get_lines()) for axis in draw([]).axes] == [0, 0]
 
 
-def test_the_band_of_an_evaluation_is_wilsons_interval():
-    run = RunRecord.in_progress(Config(eval_tasks=256), [(0, {"eval/success": 0.5})])
-    axis = learning_curve(run, "Guess").axes[0]
-    low, high = success_interval([[1.0]] * 128 + [[0.0]] * 128)
-    (band,) = axis.collections
-    edges = [float(y) for _, y in band.get_paths()[0].vertices]
-    assert (min(edges), max(edges)) == pytest.approx((low, high))
+@pytest.mark.parametrize("steps", [1, 4])
+def test_each_stop_reason_has_a_colour_and_a_label_of_its_own(steps):
+    shares = {f"rollout/stop/{reason}": 1 / len(StopReason) for reason in StopReason}
+    shares["rollout/success"] = 0.5
+    run = RunRecord.in_progress(Config(), [(n + 1, shares) for n in range(steps)])
+    axis = episodes_figure([RunArm(name="a", runs=(run,))]).axes[0]
+    colours = {tuple(np.ravel(stack.get_facecolor())) for stack in axis.collections}
+    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert len(colours) == len(labels) == len(StopReason)
+    assert labels == [reason.value for reason in StopReason]
