@@ -32,6 +32,7 @@ _BEFORE = (
     "<|tool_call_section_begin|>",
     "<atem:function_calls>",
     "<minimax:tool_call>",
+    "<seed:tool_call>",
     "<|channel|>commentary",
     "<|channel|>analysis",
     "<|start|>assistant",
@@ -42,6 +43,7 @@ _ENDS = (
     "<|/tool_call|>",
     "</atem:function_calls>",
     "</minimax:tool_call>",
+    "</seed:tool_call>",
     "<\uff5ctool\u2581calls\u2581end\uff5c>",
     "<|tool_calls_section_end|>",
     "<|tool_call_section_end|>",
@@ -66,6 +68,8 @@ _KINDS: Mapping[type, str] = {
     type(None): "null",
 }
 _BARE = re.compile(r"^[ \t]*(?=[{\[])", re.MULTILINE)
+_FENCE = re.compile(r"```\w*[ \t]*\n(?=\s*[{\[][^`]*```\Z)")
+"""The start of a block of code with JSON or Python that ends a text."""
 _BROKEN = re.compile(
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"]*)"|\[\s*([\w.]+)\('
 )
@@ -161,6 +165,12 @@ def _tagged(tags: _Tags, text: str, start: int, schemas: Schemas) -> Reading:
     fault = f"the tool call must be {tags.form} in it.", close + len(tags.close)
     name, begin = _attribute(text, start)
     pairs, position = [], skip_space(text, begin)
+    if name and text.startswith("{", position):
+        value, end, problem = decode(text, position)
+        end = skip_space(text, max(end, 0))
+        if problem or not text.startswith(tags.close, end):
+            return problem or fault[0], fault[1]
+        return to_calls({"name": name, "arguments": value}), end + len(tags.close)
     while name and text.startswith(tags.parameter, position):
         key, begin = _attribute(text, position + len(tags.parameter))
         following = (tags.parameter, tags.close)
@@ -434,6 +444,9 @@ def read_bare(
         anywhere: Whether other lines may precede the calls.
     """
     body = _without_end(text, _ENDS).rstrip()
+    if schemas and (fence := _FENCE.search(body)):
+        fenced, _ = read_bare(body[fence.end() : -3], schemas, anywhere=False)
+        return fenced, fence.start()
     match = _BARE.search(body) if schemas and anywhere else None
     start = match.end() if match else skip_space(body, 0)
     if anywhere and not body.startswith(("{", "["), start):

@@ -285,7 +285,7 @@ def test_hostile_text_is_never_an_error(text):
         *('{"name": "a", "parameters": {}};', "{", "[", "</think>", "[TOOL_CALLS]a[CALL_ID]"),
         *("<|tool_call>call:a{'", '<|tool_call>call:a{"\\', '\\"', "<|tool_call_begin|>functions1"),
         *("<|tool_call_begin|>functions" + "1" * 9_999, "to=functions.a", "<|python_start|>{"),
-        *("[TOOL_CALLS]a[ARGS]{}" + "b[ARGS]{}" * 100_000, "[ARGS]{}a"),
+        *("[TOOL_CALLS]a[ARGS]{}" + "b[ARGS]{}" * 100_000, "[ARGS]{}a", "```\n{"),
         *("<|tools_prefix|>[", "<function name=a>", "<invoke name=a><parameter name=", "[THINK]"),
     ],
 )  # fmt: skip
@@ -427,6 +427,14 @@ SPELLINGS = [
         {"from": "a\nin='b'", "in": 1},
     ),
     ("<|tool_call>call:look{isTrue:False}<tool_call|>", {"isTrue": False}),
+    ('<function=look>{"word": "</function>"}</function>', {"word": "</function>"}),
+    ('```json\n{"name": "look", "arguments": {"word": "a"}}\n```', {"word": "a"}),
+    ('```\n[\n  {"name": "look", "parameters": {"word": "a"}}\n]\n```\n', {"word": "a"}),
+    (
+        "<seed:tool_call>\n<function=look>\n<parameter=word>a</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        {"word": "a"},
+    ),
     (
         "<function=look>\r\n<parameter=word>\r\na\r\n</parameter>\r\n</function>",
         {"word": "a"},
@@ -480,6 +488,17 @@ def test_a_list_in_python_is_calls_if_it_names_a_tool_and_prose_in_brackets_is_n
         )
     for text in ("[look](page)", "[looks(1)]", "I look(word='a')", "[other(x=1)]", "[1, look()"):
         assert parse_tool_calls(text, tools) == []
+
+
+def test_a_block_of_code_that_ends_a_text_is_a_call_if_it_names_a_tool():
+    tools, block = Shop().tools, '```json\n{"name": "NAME", "arguments": {"word": "a"}}\n```'
+    look, other = block.replace("NAME", "look"), block.replace("NAME", "Ada")
+    message, malformed = parse_message(f"So:\n{look}", tools)
+    assert (message.content, len(message.tool_calls), malformed) == ("So:", 1, 0)
+    for text in (other, f"{look} is how.", f"{other}\n{other}"):
+        assert parse_message(text, tools) == (Message(role="assistant", content=text), 0)
+    (error,) = parse_tool_calls(look.replace("}}", "}"), tools)
+    assert isinstance(error, ToolCallError)
 
 
 def test_a_malformed_call_stays_text_and_is_counted():

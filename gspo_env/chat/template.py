@@ -17,13 +17,17 @@ import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 from gspo_env.chat.bounds import BoundedTemplate
 from gspo_env.chat.encode import BoundedCache, TextEncoder, drop_marks, map_texts
 from gspo_env.env.base import clean
 from gspo_env.errors import ChatTemplateError, TemplateBoundsError
+from gspo_env.tool_calls import parse_tool_calls
+from gspo_env.types import ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +109,13 @@ class ChatTemplate:
     def _render_fitted(self, key: str, conversation: tuple[Chat, Schemas, bool]) -> str:
         """Renders a conversation; `key` identifies it in the cache."""
         messages, schemas, generation = conversation
-        if self.takes_text_arguments:
+        if self.takes_text_arguments and self.shows_calls:
             messages = [_with_text_arguments(m) if m.get("tool_calls") else m for m in messages]
         if any(m.get("tool_calls") for m in messages) and not self.shows_calls:
-            self._warn("does not show tool calls; they are appended to the text of their message")
+            if self.reads_calls:
+                self._warn(
+                    "does not show tool calls; they are appended to the text of their message"
+                )
             messages = [_with_calls(m) if m.get("tool_calls") else m for m in messages]
         schemas = map_texts(schemas, clean)
         try:
@@ -126,6 +133,8 @@ class ChatTemplate:
     @cached_property
     def shows_tools(self) -> bool:
         """Whether the template lists tools."""
+        if not self.reads_calls:
+            return False
         name = self.marker(0)
         parameters = {"type": "object", "properties": {}, "required": []}
         function = {"name": name, "description": "x", "parameters": parameters}
@@ -136,24 +145,46 @@ class ChatTemplate:
     @cached_property
     def shows_calls(self) -> bool:
         """Whether the template shows the calls of an assistant's message."""
-        return self._shows_calls({}) or self.takes_text_arguments
+        return self.reads_calls and bool(self._shown_call({}) or self.takes_text_arguments)
 
     @cached_property
     def takes_text_arguments(self) -> bool:
         """Whether the template shows calls only if their arguments are JSON text."""
-        return not self._shows_calls({}) and self._shows_calls("{}")
+        return not self._shown_call({}) and bool(self._shown_call("{}"))
 
-    def _shows_calls(self, arguments: Any) -> bool:
-        name = self.marker(0)
+    @cached_property
+    def reads_calls(self) -> bool:
+        """Whether the calls that the template shows, if it does, are read back."""
+        texts = [self._shown_call(a, n) for a in ({"key": "x"}, '{"key": "x"}') for n in (2, 3)]
+        shown = next(filter(None, texts), "")
+        if not shown or getattr(self.tokenizer, "response_template", None) is not None:
+            return True
+        text = self.text.to_text(shown.removeprefix(self._probe(_chat(["user"]))))
+        parameters = {"type": "object", "properties": {"key": {"type": "string"}}}
+        tool: Any = SimpleNamespace(name=self._called, parameters=parameters, strict=False)
+        calls = parse_tool_calls(text, [tool])
+        return ToolCall(name=self._called, arguments={"key": "x"}) in [
+            replace(call, id="") for call in calls if isinstance(call, ToolCall)
+        ]
+
+    @property
+    def _called(self) -> str:
+        return f"f{self.marker(0)}"
+
+    def _shown_call(self, arguments: Any, messages: int = 3) -> str:
+        """Returns the rendering of messages, the second with a call, or nothing if it is absent."""
+        name = self._called
         function = {"name": name, "arguments": arguments}
         call = {"type": "function", "id": "call00000", "function": function}
         for content in ("x", ""):
             for follow in ({"role": "tool", "tool_call_id": "call00000", "name": name}, {}):
                 user, action, result = _chat(("user", "assistant", "user"))
                 action |= {"tool_calls": [call], "content": content}
-                if name in self._probe([user, action, result | follow]):
-                    return True
-        return False
+                chat = [user, action, result | follow][:messages]
+                shown = self._probe(chat, generation=messages > 2)
+                if name in shown:
+                    return shown
+        return ""
 
     @cached_property
     def takes_system(self) -> bool:
@@ -171,10 +202,10 @@ class ChatTemplate:
         rendering = self._probe(chat)
         return all(rendering.count(message["content"]) == 1 for message in chat)
 
-    def _probe(self, messages: Chat, schemas: Schemas = ()) -> str:
+    def _probe(self, messages: Chat, schemas: Schemas = (), generation: bool = True) -> str:
         """Returns the rendering of a short conversation, or nothing if the template refuses it."""
         try:
-            return self._render(messages, schemas)
+            return self._render(messages, schemas, generation)
         except TemplateBoundsError:  # every rendering takes as long
             raise
         except ChatTemplateError as error:
@@ -258,7 +289,8 @@ class ChatTemplate:
     def _fit(self, messages: Chat, schemas: Schemas) -> tuple[Chat, Schemas]:
         """Returns messages and tools that the template accepts."""
         if schemas and not self.shows_tools:
-            self._warn("does not list tools; the system message lists them and how to call one")
+            what = "does not list tools" if self.reads_calls else "writes calls that are not read"
+            self._warn(f"{what}; the system message lists the tools and how to call one")
             messages, schemas = _list_tools(messages, schemas), ()
         if messages[0]["role"] == "system" and not self.takes_system:
             self._warn("refuses system messages; the first user message begins with the text")

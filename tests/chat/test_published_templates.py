@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from gspo_env.chat.conversation import Transcript
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.env.tools import as_tool, tool
+from gspo_env.recipes.build import TEMPLATE, build_tokenizer
 from gspo_env.tool_calls import parse_tool_calls
 from gspo_env.types import Message, Prompt, StepInfo, ToolCall
 from stress import control_tokens as ATTACK
@@ -225,6 +226,36 @@ def test_an_action_is_parsed_with_the_response_template_of_its_tokenizer():
         ).message
         is None
     )
+
+
+UNREAD = {
+    "nemotron": "<TOOLCALL>[{{ c.function | tojson }}]</TOOLCALL>",
+    "internlm": "<|action_start|><|plugin|>\n{{ c.function | tojson }}<|action_end|>",
+    "command": '<|START_ACTION|>[{"tool_name": {{ c.function.name | tojson }}, "parameters": '
+    "{{ c.function.arguments | tojson }}}]<|END_ACTION|>",
+    "functools": "functools[{{ c.function | tojson }}]",
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_tools_are_listed_with_a_form_that_is_read_if_the_templates_own_is_not(name, caplog):
+    template = TEMPLATE.replace(
+        TEMPLATE[TEMPLATE.index("<tool_call>") : TEMPLATE.index("{% endfor %}{% if m.role")],
+        UNREAD[name],
+    )
+    tokenizer = build_tokenizer(["find it"])
+    tokenizer.chat_template = template
+    chat = ChatTokenizer(tokenizer)
+    messages = [as_dict(m) for m in (Message(role="user", content="find it"),)]
+    answer = as_dict(Message(role="assistant", content="So:", tool_calls=(CALL,)))
+    text = chat.text.to_text(chat.template.render([*messages, answer], [LOOK.schema]))
+    assert "writes calls that are not read; the system message lists" in caplog.text
+    assert "To call a tool, write <tool_call>" in text
+    assert parse_tool_calls(text.rpartition("So:")[2].partition("<|im_end|>")[0], [LOOK]) == [CALL]
+
+
+def test_the_calls_of_every_template_that_shows_them_are_read(chat):
+    assert chat.template.reads_calls
 
 
 WORDS = st.text(
