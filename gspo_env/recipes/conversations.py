@@ -95,7 +95,7 @@ def _read(row: dict[str, Any]) -> Conversation:
     if not all(isinstance(value, list) for value in values):
         raise RefusedError("messages or tools is no list; expected lists of objects")
     unweighted = frozenset(n for n, value in enumerate(values[0]) if _weight(value, n) == 0)
-    messages = tuple(read_messages(values[0]))
+    messages = tuple(read_messages(values[0], needs_ids=False))
     if not any(m.role == "assistant" and n not in unweighted for n, m in enumerate(messages)):
         raise RefusedError(
             "no message is the assistant's, or all of them have the weight 0; expected one to "

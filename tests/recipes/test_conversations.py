@@ -49,6 +49,20 @@ def test_a_line_that_is_read_and_written_is_the_same(tmp_path):
     assert twice.messages == found.messages
 
 
+def test_calls_and_results_without_ids_are_imitated(tmp_path):
+    plain = json.loads(json.dumps(ROW))
+    for message in plain["messages"]:
+        message.pop("tool_call_id", None)
+        for call in message.get("tool_calls", ()):
+            del call["id"]
+    chat, ids = ChatTokenizer(build_tokenizer(["x"])), []
+    for row in (ROW, plain):
+        (conversation,) = read_conversations(write(tmp_path / f"{len(ids)}.jsonl", row))
+        (sample,) = imitation_samples([to_episode(conversation, chat, "x", 0)], chat)
+        ids.append(sample.token_ids)
+    np.testing.assert_array_equal(*ids)
+
+
 def test_the_tiny_model_imitates_conversations_in_its_own_vocabulary(tmp_path):
     path = write(tmp_path / "c.jsonl", ROW)
     model, tokenizer, episodes = build(

@@ -110,13 +110,17 @@ def openai_fault(error: RefusedError) -> Json:
     return {"error": fields}
 
 
-def read_messages(values: Sequence[Any]) -> list[Message]:
+def read_messages(values: Sequence[Any], needs_ids: bool = True) -> list[Message]:
     """Reads the messages of a conversation.
+
+    Args:
+        values: The messages.
+        needs_ids: Whether the result of a tool has to have the id of its call.
 
     Raises:
         RefusedError: A message is malformed, or holds something else than text.
     """
-    return [_message(value, f"messages[{n}]") for n, value in enumerate(values)]
+    return [_message(value, f"messages[{n}]", needs_ids) for n, value in enumerate(values)]
 
 
 def read_tools(values: Sequence[Any]) -> list[Tool]:
@@ -169,7 +173,7 @@ def _tool(value: Any, where: str) -> Tool:
     return tool
 
 
-def _message(value: Any, where: str) -> Message:
+def _message(value: Any, where: str, needs_ids: bool) -> Message:
     fields = Fields(value, where)
     role = fields.text("role")
     text = fields.content("content", _TEXT)
@@ -178,7 +182,8 @@ def _message(value: Any, where: str) -> Message:
         fields.done()
         return Message(role="user" if role == "user" else "system", content=text, name=name)
     if role == "tool":
-        call = fields.need("tool_call_id", str, "the id of a call")
+        read = fields.need if needs_ids else fields.take
+        call = read("tool_call_id", str, "the id of a call")
         fields.done()
         return Message(role="tool", content=text, tool_call_id=call, name=name)
     if role != "assistant":
