@@ -33,6 +33,7 @@ _BEFORE = (
     "<atem:function_calls>",
     "<minimax:tool_call>",
     "<seed:tool_call>",
+    "<function_calls>",
     "<|channel|>commentary",
     "<|channel|>analysis",
     "<|start|>assistant",
@@ -44,6 +45,7 @@ _ENDS = (
     "</atem:function_calls>",
     "</minimax:tool_call>",
     "</seed:tool_call>",
+    "</function_calls>",
     "<\uff5ctool\u2581calls\u2581end\uff5c>",
     "<|tool_calls_section_end|>",
     "<|tool_call_section_end|>",
@@ -190,7 +192,8 @@ def _tagged(tags: _Tags, text: str, start: int, schemas: Schemas) -> Reading:
 
 def _attribute(text: str, start: int) -> tuple[str, int]:
     """Returns the rest of an opening tag, empty if it is none, and where its content begins."""
-    bracket = text.find(">", start)
+    quote = next((q for q in text[max(start - 1, 0) : start + 1][::-1] if q in "\"'"), "")
+    bracket = text.find(f"{quote}>", start) + len(quote)
     name = text[start : max(bracket, start)].strip(" \"'")
     return ("" if "<" in name else name), bracket + 1
 

@@ -431,6 +431,11 @@ SPELLINGS = [
     ('```json\n{"name": "look", "arguments": {"word": "a"}}\n```', {"word": "a"}),
     ('```\n[\n  {"name": "look", "parameters": {"word": "a"}}\n]\n```\n', {"word": "a"}),
     (
+        '<function_calls>\n<invoke name="look">\n<parameter name="a>b">x</parameter>\n</invoke>\n'
+        "</function_calls>",
+        {"a>b": "x"},
+    ),
+    (
         "<seed:tool_call>\n<function=look>\n<parameter=word>a</parameter>\n</function>\n"
         "</seed:tool_call>",
         {"word": "a"},
