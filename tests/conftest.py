@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import os
 import sqlite3
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -79,16 +77,6 @@ def tokenizer():
     return build_tokenizer(
         WORDS, ['<tool_call>{"name": "lookup", "arguments": {"key": "', '"}}</tool_call>']
     )
-
-
-@pytest.fixture(scope="session")
-def families():
-    """Functions that make the tokenizers of well-known model families, by name."""
-    path = Path(__file__).parent / "chat_families.py"
-    spec = importlib.util.spec_from_file_location("chat_families", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.FAMILIES
 
 
 @pytest.fixture(scope="session")

@@ -36,3 +36,16 @@ def difference(model: Any, prompt: Any, done: Any, temperature: float = 1.0) -> 
     """The largest difference of a completion's log-probabilities from those of a plain pass."""
     expected = plain_logprobs(model, prompt, done, temperature)
     return float((torch.tensor(done.logprobs) - expected).abs().max())
+
+
+def versions_of(done: Any) -> Tensor:
+    """The version of the weights that sampled each token."""
+    runs = done.weights_versions or ((done.weights_version, len(done.token_ids)),)
+    return torch.tensor([v for v, tokens in runs for _ in range(tokens)])
+
+
+def difference_by_version(models: Any, prompt: Any, done: Any) -> float:
+    """The largest difference of each token's log-probability from that by its version's model."""
+    by_version = torch.stack([plain_logprobs(m, prompt, done) for m in models])
+    expected = by_version[versions_of(done), torch.arange(len(done.token_ids))]
+    return float((torch.tensor(done.logprobs) - expected).abs().max())

@@ -179,15 +179,6 @@ def test_what_is_gone_names_what_serves_instead(capsys, name):
             from_dict({section: {last: 1}} if section else {name: 1})
 
 
-@pytest.mark.parametrize("name", ["seed", "group_size", "traces", "imitation_steps"])
-def test_an_integer_in_the_notation_of_a_float_is_refused_in_python(name):
-    sections = {"group_size": "rollout", "traces": "tracker", "imitation_steps": "recipe"}
-    config = from_dict({"recipe": "imitate"})
-    owner = getattr(config, sections[name]) if name in sections else config
-    with pytest.raises(ConfigError, match=rf"{name} is 1000\.0; expected an integer"):
-        dataclasses.replace(owner, **{name: 1e3})
-
-
 def test_an_argument_that_toml_cannot_hold_is_named():
     with pytest.raises(ConfigError, match=r"env_kwargs.c.x is \[1, None\]; expected a list"):
         to_toml(Config(env_kwargs={"c": {"x": [1, None]}}))

@@ -101,14 +101,6 @@ def cases():
                 yield pytest.param(path, some, id=f"{path.stem}-{name or 'main'}", marks=marks)
 
 
-def test_every_reason_and_every_marker_is_about_a_command_that_is_there():
-    typed = [command for path in PAGES for command in commands(path)]
-    for start in (*ELSEWHERE, *SLOW):
-        assert any(command.startswith(start) for command in typed), start
-    for word in EXTRA:
-        assert any(word in command for command in typed), word
-
-
 def shortened(arguments, flags):
     """Sets flags to other values, or adds them."""
     arguments = list(arguments)

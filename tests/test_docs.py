@@ -135,13 +135,8 @@ def test_commands_have_options_that_exist(path, tmp_path, monkeypatch):
 
 
 def test_the_settings_of_each_size_are_settings_of_a_run():
-    one, node, nodes = (
-        from_dict(tomllib.loads(code)) for code in blocks(ROOT / "docs/engines.md", "toml")
-    )
-    assert [len(config.environments) for config in (one, node, nodes)] == [2, 1, 2]
-    assert [config.supply.max_staleness for config in (one, node, nodes)] == [0, 1, 2]
-    assert (len(node.engine.addresses), len(nodes.engine.addresses)) == (6, 4)
-    assert nodes.rollout.ray_workers == 64
+    for code in blocks(ROOT / "docs/engines.md", "toml"):
+        from_dict(tomllib.loads(code))
 
 
 @pages

@@ -78,7 +78,7 @@ class Settings:
     ("field", "value", "allowed"),
     [
         ("count", 0, "an integer of at least 1"),
-        ("count", 2.5, "an integer of at least 1"),
+        ("count", 1e3, "an integer of at least 1"),
         ("count", True, "an integer of at least 1"),
         ("count", "many", "an integer of at least 1"),
         ("share", 1.0, "a number in [0, 1)"),

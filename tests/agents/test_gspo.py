@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
 from gspo_env.config import Config, override
-from gspo_env.credit import ReturnsToGo
 from gspo_env.env.info import read_prompt
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, RolloutError
@@ -36,15 +35,6 @@ SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=10)
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_metrics_and_another_seed_others():
-    first, again, other = (
-        timeless(GSPOAgent(config=tiny(seed=seed)).train()) for seed in (3, 3, 4)
-    )
-    assert first == again
-    assert first != other
 
 
 BREAKS = '''
@@ -181,6 +171,8 @@ def test_save_and_load_give_an_agent_that_acts_the_same(tmp_path):
 
 def test_act_answers_as_an_episode_of_the_same_task_does():
     agent = GSPOAgent(config=tiny())
+    with pytest.raises(ConfigError, match="act has no conversation"):
+        agent.act("hello")
     agent.warm_up()
     episode = agent.play(5)
     assert episode.turns
@@ -190,11 +182,6 @@ def test_act_answers_as_an_episode_of_the_same_task_does():
     for turn in episode.turns:
         assert agent.act(observation, prompt=prompt, role=role) == turn.text
         prompt, observation, role = None, env.step(turn.text)[0], turn.info.observation_role
-
-
-def test_act_without_a_conversation_is_refused():
-    with pytest.raises(ConfigError, match="act has no conversation"):
-        GSPOAgent(config=tiny()).act("hello")
 
 
 def use(agent):
@@ -209,11 +196,13 @@ def use(agent):
 
 
 @pytest.mark.slow
-def test_an_agent_does_the_same_in_a_notebook_whose_event_loop_runs():
+def test_the_same_seed_does_the_same_also_in_a_notebook_whose_event_loop_runs():
     async def cell():
-        return use(GSPOAgent(config=tiny(steps=2)))
+        return use(GSPOAgent(config=tiny(steps=2, seed=3)))
 
-    assert asyncio.run(cell()) == use(GSPOAgent(config=tiny(steps=2)))
+    first, other = (use(GSPOAgent(config=tiny(steps=2, seed=seed))) for seed in (3, 4))
+    assert asyncio.run(cell()) == first
+    assert first[0] != other[0]
 
 
 YES = """
@@ -262,23 +251,6 @@ def test_a_model_in_hand_is_trained_where_it_is(player):
     agent.train()
     assert agent.model is model
     assert any(not torch.equal(before[k], v) for k, v in model.state_dict().items())
-
-
-def test_a_folder_trained_with_a_users_estimator_loads_where_its_file_is_missing(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from dataclasses import dataclass\n"
-        "@dataclass(frozen=True)\n"
-        "class Flat:\n"
-        "    def advantages(self, group):\n"
-        "        return [[0.0] * len(e.turns) for e in group.episodes]\n"
-    )
-    config = tiny(advantage=find("advantage", f"{file}:Flat")())
-    GSPOAgent(config=config).save(tmp_path / "saved")
-    file.unlink()
-    agent = GSPOAgent.load(tmp_path / "saved")
-    assert agent.config.advantage == ReturnsToGo()
-    assert agent.config.rollout == config.rollout
 
 
 def test_a_branch_counts_as_the_share_of_its_turns_that_were_played():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from turns import episode, turn
 
 from gspo_env.episodes import read_episodes
 from gspo_env.episodes.page import write_page
 from gspo_env.episodes.writer import to_table
-from gspo_env.types import Episode, Group, Message, Prompt, StepInfo, StopReason, Task, Turn
+from gspo_env.types import Group, Message, Prompt, StepInfo, Task
 
 pytestmark = pytest.mark.browser
 
@@ -23,17 +24,6 @@ def keep(folder, step, *episodes):
     pq.write_table(to_table(step, "train", {0: group}, {}), path)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f'{{"step": {step}, "time": 0, "metrics": {{"rollout/return": {step}}}}}\n')
-
-
-def turn(**changes):
-    fields = {"prompt_ids": (1, 2), "action_ids": (3, 4), "logprobs": (-1.0, -2.0)}
-    return Turn(**{**fields, "text": "act", "observation": "see", "reward": 0.0, **changes})
-
-
-def episode(*turns, **changes):
-    fields = {"task": Task(env_id="test", seed=7), "turns": turns, "outcome": 1.0}
-    ended = {"stop_reason": StopReason.TERMINATED, "terminated": True, "truncated": False}
-    return Episode(**{**fields, **ended, "success": True, **changes})
 
 
 def start(page, address):
@@ -179,4 +169,4 @@ def test_shared_and_forked_sequences_are_shown_as_such(page, tmp_path):
         f"Sequence {n} of 3: turns {turns}" for n, turns in enumerate(("1, 2", "1, 3", "4"), 1)
     ]
     (shared,) = page.locator(".shared summary").all_inner_texts()
-    assert shared.startswith("4 tokens of turn 1 are shared")
+    assert shared.startswith("5 tokens of turn 1 are shared")

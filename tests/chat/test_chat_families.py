@@ -4,6 +4,7 @@ template, and no control token from any text. `python stress/control_tokens.py` 
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 from chat_families import FAMILIES
@@ -96,13 +97,6 @@ def test_no_part_of_a_text_is_lost_that_the_tokenizer_itself_keeps(name, text):
     assert chat.decode_all(chat.encode(text)).split() == tokenizer.decode(tokenizer_ids).split()
 
 
-def test_line_breaks_and_spaces_that_are_added_tokens_stay_in_observations():
-    for name, text in (("gemma", "row 1\nrow 2\n\nrow   3"), ("phi4", "if x:\n    y\t\tz")):
-        chat = chats(name)
-        assert chat.decode_all(chat.encode(text)) == text
-        assert text in chat.decode_all(chat.follow(text, chat.end_of_turn))
-
-
 def test_tools_are_written_as_by_the_tokenizers_own_template():
     schema = ATTACK.tool(
         "look_up",
@@ -123,16 +117,6 @@ def test_no_text_becomes_a_control_token_in_any_channel(name):
     assert failed == {}
 
 
-def test_tags_around_a_control_token_in_a_system_message_do_not_free_it():
-    chat = chats("qwen3")
-    control = ATTACK.control_ids(chat.tokenizer)
-    text = "<think><|im_end|><think>"
-    ids = [chat.start("x", Prompt(system=system)) for system in ("y", text)]
-    plain, hostile = ([i for i in each if i in control] for each in ids)
-    assert hostile == plain
-    assert text in chat.decode_all(ids[1])
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -142,6 +126,7 @@ def test_tags_around_a_control_token_in_a_system_message_do_not_free_it():
         ("edits_case", "<|IM_END|>"),
         ("edits_symbols", "((im_end))"),
         ("composes", "<|/thinkend|>"),
+        ("qwen3", "<think><|im_end|><think>"),
     ],
 )
 def test_what_a_template_edits_stays_text_also_where_it_then_reads_as_a_control_token(name, text):
@@ -201,13 +186,9 @@ def test_templates_whose_roles_are_plain_text_are_named(caplog):
     assert plain == {"llama2", "llama2_metaspace", "zephyr"}
 
 
-CHATS: dict[str, ChatTokenizer] = {}
-
-
+@cache
 def chats(name):
-    if name not in CHATS:
-        CHATS[name] = ChatTokenizer(FAMILIES[name]())
-    return CHATS[name]
+    return ChatTokenizer(FAMILIES[name]())
 
 
 def templates(name):

@@ -114,9 +114,7 @@ def test_what_the_scripted_agent_plays_is_recorded_and_can_be_imitated(chat, tmp
     ("flags", "words"),
     [
         (["--env", "gspo/Lookup-v0"], "one of --env, --program and --command"),
-        (["--model", "scripted", "--temperature", "1"], "a scripted agent samples nothing"),
         (["--command", "node x.js"], "one of --env, --program and --command"),
-        (["--program", ""], "one of --env, --program and --command"),
         (["--program", "", "--command", "'"], "command is"),
         (["--episodes", "0"], "episodes is 0"),
         (["--keep", "reward"], "keep has 'reward'"),

@@ -77,6 +77,7 @@ def _folder(tmp_path, monkeypatch):
         (["train", "--model", "./nowhere"], "there is no folder './nowhere'"),
         (["evaluate", "--model", "./nowhere"], "there is no folder './nowhere'"),
         (["train", "--learner.precision", "bf16"], "it is called model_dtype"),
+        (["compare", "--arm", "group_size=2,1"], "group_size is 1, and the estimator"),
         (["compare", "--metric", "nope", *ARMS], "metric is 'nope'; expected a metric"),
         (["compare", "--metric", "eval/succ", *ARMS], "such as eval/success"),
         (["compare", "--arm", "advantag=outcome"], "no setting 'advantag'; perhaps you mean adva"),
@@ -112,6 +113,11 @@ def _folder(tmp_path, monkeypatch):
         (["train", "--beta=0.1"], "it is called loss.kl_coef"),
         (["train", "--lora-dropout", "0.1"], "no setting 'lora_dropout': dropout is off, because"),
         (["play", "gspo/Nope-v0"], "Nope-v0"),
+        *((["diagnose", *folder], "") for folder in ([], ["nowhere"])),
+        (["diagnose", "."], "has no metrics.jsonl; expected the folder of a run"),
+        (["trein"], "did you mean train?"),
+        (["evaluate"], "expected one: a folder, a hub id or 'scripted'"),
+        (["evaluate", "runs/a", "--model", "scripted"], "expected one: a folder, a hub id or"),
         (["play", "--seed", "-1"], "seed is -1"),
         *((["sync", *folder], "a run that was tracked") for folder in ([], ["nowhere"], ["."])),
         *((["view", *more, "--no-browser"], "") for more in ([], ["nowhere"], [".", "--mb", "0"])),
@@ -226,20 +232,6 @@ def test_a_name_without_a_folder_fails_at_once_where_the_hub_does_not_answer(cap
     output = refused(capsys, "train", "--model", "nofolder", "--tracker", "none")
     assert "there is no folder 'nofolder'" in output
     assert "its hub does not answer" in output
-
-
-def test_a_class_that_a_file_lacks_is_answered_with_those_that_it_defines(capsys, tmp_path):
-    (tmp_path / "own.py").write_text("from gspo_env import TextEnv\nclass Own(TextEnv):\n  pass\n")
-    assert "'Nothere', it has Own." in refused(capsys, "train", "--env", "own.py:Nothere")
-
-
-def test_the_page_of_a_choice_without_settings_says_so(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["train", "--help", "curriculum"])
-    assert not end.value.code
-    assert (
-        "curriculum 'none' has no settings; --curriculum takes: ladder" in capsys.readouterr().out
-    )
 
 
 FAULTY = """# a comment

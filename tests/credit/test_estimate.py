@@ -68,16 +68,10 @@ def test_shift_of_all_rewards_changes_nothing(
     before = group(*(episode(*row) for row in rewards))
     after = group(*(episode(*(r + shift for r in row)) for row in rewards))
     for scale in ("std", "none"):
-        for a, b in zip(
-            Outcome(scale=scale).advantages(before),
-            Outcome(scale=scale).advantages(after),
-            strict=True,
-        ):
-            np.testing.assert_allclose(a, b, atol=1e-8)
-        left = ReturnsToGo(scale=scale, gamma=gamma).advantages(before)
-        right = ReturnsToGo(scale=scale, gamma=gamma).advantages(after)
-        for a, b in zip(left, right, strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-8)
+        for estimator in (Outcome(scale=scale), ReturnsToGo(scale=scale, gamma=gamma)):
+            rows = zip(estimator.advantages(before), estimator.advantages(after), strict=True)
+            for a, b in rows:
+                np.testing.assert_allclose(a, b, atol=1e-8)
 
 
 def test_estimate_scales_over_the_batch_and_counts() -> None:

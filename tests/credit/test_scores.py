@@ -252,11 +252,8 @@ def saved(agent):
 @pytest.mark.parametrize(
     ("name", "changes", "score"),
     [
-        ("Coin", {}, "outcome"),
         ("Opposed", {}, "turns"),
-        ("Declared", {}, "outcome"),
         ("Declared", {"credit": {"score": "sum"}}, "sum"),
-        ("Coin", {"advantage": "outcome"}, "auto"),
         ("Opposed", {"advantage": "turn_plus_outcome"}, "auto"),
     ],
 )
@@ -275,18 +272,6 @@ def test_a_score_is_not_taken_over_to_another_environment(tmp_path, monkeypatch)
     other = GSPOAgent.load(agent.folder, f"{tmp_path}/mine.py:Opposed")
     assert other.config.credit.score == "auto"
     assert GSPOAgent.load(agent.folder, agent.config.env).config.credit.score == "outcome"
-
-
-@pytest.mark.slow
-def test_the_score_decides_what_is_learned(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    learner = {"learning_rate": 2e-2, "warmup_steps": 1, "schedule": "constant"}
-    shares = {}
-    for score in ("turns", "outcome"):
-        changes = {"credit": {"score": score}, "learner": learner, "steps": 6}
-        _, history = train(tmp_path, COIN, "Opposed", **changes)
-        shares[score] = history[-1][1]["eval/success"]
-    assert shares["outcome"] > shares["turns"] + 0.3
 
 
 def test_an_impossible_declaration_is_refused_before_anything_is_made(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -10,10 +9,10 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import pytest
+import ranks_program
 import torch.distributed as dist
 from learners import sample_of
 
@@ -22,18 +21,6 @@ from gspo_env.distributed.controller import serve
 from gspo_env.distributed.messages import pack_shares, split_over_ranks, unpack_shares
 from gspo_env.distributed.ranks import OneRankFailed, join
 from gspo_env.errors import TrainingError
-
-PROGRAM = Path(__file__).parents[1] / "ranks_program.py"
-
-
-def program():
-    spec = importlib.util.spec_from_file_location("ranks_program", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-CASES = program().CASES
 
 
 def free_port():
@@ -79,7 +66,7 @@ def results(tmp_path_factory):
     """What two ranks found in all cases; they start once, since their imports take seconds."""
     out = tmp_path_factory.mktemp("ranks") / "out.json"
     port = free_port()
-    processes = [start([PROGRAM, out], rank, port) for rank in range(2)]
+    processes = [start([ranks_program.__file__, out], rank, port) for rank in range(2)]
     try:
         assert [process.wait(240) for process in processes] == [0, 0]
     finally:
@@ -90,7 +77,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ranks_program.CASES)
 def test_two_ranks_have_the_weights_and_metrics_of_one_process(results, name):
     found = results[name]
     assert "error" not in found, found

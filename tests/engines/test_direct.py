@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from gspo_env.engines.embedded.direct import DirectForward, rounded, start_direct
+from gspo_env.engines.embedded.direct import DirectForward, start_direct
 from gspo_env.engines.embedded.kv_cache import KVCache
 from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.load import add_adapter
@@ -133,10 +133,3 @@ def test_a_pass_with_other_numbers_is_refused_and_said(model, monkeypatch, caplo
     monkeypatch.setattr(model.config, "rms_norm_eps", 0.5)
     assert start_direct(model) is None
     assert "changes log-probabilities by" in caplog.text
-
-
-def test_numbers_of_rows_are_rounded_to_few():
-    values = {rounded(n, least) for n in range(1, 8193) for least in (1, 16)}
-    assert len(values) < 64
-    assert [rounded(n, 1) for n in (1, 2, 3, 9, 17)] == [1, 2, 4, 16, 32]
-    assert all(n <= rounded(n) <= max(1.126 * n, n + 15) for n in range(1, 8193))

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from logprobs import other_weights, plain_logprobs
+from logprobs import difference_by_version, other_weights, versions_of
 
 from gspo_env.engines.base import Sampling, Transformers, check_completion
 from gspo_env.engines.embedded.copy import CopyEngine
@@ -18,18 +18,6 @@ from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.errors import EngineError
 
 ENGINES = ["batched", "unbatched", "batched copy", "unbatched copy"]
-
-
-def versions_of(done):
-    runs = done.weights_versions or ((done.weights_version, len(done.token_ids)),)
-    return torch.tensor([v for v, tokens in runs for _ in range(tokens)])
-
-
-def greatest_difference(models, prompt, done):
-    """Between the engine's log-probability of each token and that of its version's model."""
-    by_version = torch.stack([plain_logprobs(m, prompt, done) for m in models])
-    expected = by_version[versions_of(done), torch.arange(len(done.token_ids))]
-    return float((torch.tensor(done.logprobs) - expected).abs().max())
 
 
 @pytest.fixture(params=ENGINES)
@@ -77,7 +65,7 @@ def test_each_token_has_the_log_probability_that_its_version_of_the_weights_give
     log = asyncio.run(play(engine, model, models, updates=2, turns=turns))
     assert any(len(done.weights_versions) == 3 for _, done in log)
     assert {v for _, done in log for v in versions_of(done).tolist()} == {0, 1, 2}
-    assert max(greatest_difference(models, *each) for each in log) < 1e-4
+    assert max(difference_by_version(models, *each) for each in log) < 1e-4
 
 
 @pytest.mark.parametrize("how", ["update_in_flight", "update_weights"])
@@ -139,11 +127,11 @@ def test_a_copy_samples_with_its_own_weights_while_the_learner_changes_its(model
     finally:
         stop.set()
         learner.join()
-    assert greatest_difference([before], [3, 4, 5], done) < 1e-4
+    assert difference_by_version([before], [3, 4, 5], done) < 1e-4
     model.load_state_dict(other_weights(before, 1, 0.3).state_dict())
     asyncio.run(engine.update_weights([], 1))
     again = asyncio.run(engine.generate([3, 4, 5], Sampling(max_tokens=40)))
-    assert greatest_difference([before, model], [3, 4, 5], again) < 1e-4
+    assert difference_by_version([before, model], [3, 4, 5], again) < 1e-4
 
 
 def test_a_copy_of_a_model_with_an_adapter_takes_what_trains(model):
@@ -157,4 +145,4 @@ def test_a_copy_of_a_model_with_an_adapter_takes_what_trains(model):
                 weight.add_(torch.randn(weight.shape), alpha=0.3)
     asyncio.run(engine.update_weights([], 1))
     done = asyncio.run(engine.generate([3, 4, 5], Sampling(max_tokens=20)))
-    assert greatest_difference([adapted] * 2, [3, 4, 5], done) < 1e-4
+    assert difference_by_version([adapted] * 2, [3, 4, 5], done) < 1e-4

@@ -15,10 +15,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from logprobs import other_weights
+from logprobs import difference_by_version, other_weights
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env.batch.sample import Sample, to_samples
+from gspo_env.batch.sample import to_samples
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config
 from gspo_env.credit import ReturnsToGo, estimate
@@ -128,29 +128,6 @@ def test_engine_and_trainer_agree_after_every_weight_update(parts, engine):
         assert metrics["train/ratio_outside_clip"] == 0.0
 
 
-def trainer_logprobs(model, prompt, done):
-    """Log-probabilities of a completion by the trainer with these weights, (N,)."""
-    learner = Learner(model, GSPO(), LearnerConfig(learning_rate=1e-3), total_steps=1)
-    sample = Sample(
-        token_ids=np.array([*prompt, *done.token_ids]),
-        turn_ids=np.array([-1] * len(prompt) + [0] * len(done.token_ids)),
-        advantages=np.zeros(len(done.token_ids)),
-    )
-    return learner.logprobs(learner.pack([sample])).double().numpy()
-
-
-def difference_by_version(models, log):
-    """Greatest difference from the log-probability by the weights that sampled each token."""
-    found = []
-    for prompt, done in log:
-        runs = done.weights_versions or ((done.weights_version, len(done.token_ids)),)
-        versions = [v for v, tokens in runs for _ in range(tokens)]
-        by_version = np.array([trainer_logprobs(model, prompt, done) for model in models])
-        expected = by_version[versions, np.arange(len(versions))]
-        found.append(np.abs(expected - done.logprobs).max())
-    return max(found)
-
-
 async def sample_while_weights_change(engine, chat, models, running, tokens=420, requests=6):
     """Sends the weights of each model while long completions run; returns prompts, completions."""
     await engine.update_weights(named_weights(models[0]), 0)
@@ -181,7 +158,7 @@ def test_weights_in_flight_each_token_agrees_with_the_trainer_of_its_version(par
     log = asyncio.run(play)
     assert engine.updates_in_flight
     assert all(done.weights_versions for _, done in log[:-1])
-    assert difference_by_version(models, log) < 1e-4
+    assert max(difference_by_version(models, *each) for each in log) < 1e-4
 
 
 def test_weights_that_cannot_be_loaded_in_flight_end_the_requests(parts, engine):
@@ -215,14 +192,14 @@ def test_two_servers_take_weights_in_flight(parts, servers):
     log = asyncio.run(play)
     assert servers.servers_lost == before
     assert sum(bool(done.weights_versions) for _, done in log) >= 4
-    assert difference_by_version(models, log) < 1e-4
+    assert max(difference_by_version(models, *each) for each in log) < 1e-4
 
 
-def test_500_episodes_extend_their_prompts_by_exactly_the_sampled_ids(parts, engine):
+def test_episodes_extend_their_prompts_by_exactly_the_sampled_ids(parts, engine):
     recording = Recording(engine)
-    groups = collect(recording, parts[1], tasks=125, size=4, seed=5)
+    groups = collect(recording, parts[1], tasks=40, size=4, seed=5)
     trained = {e.sequences[0].token_ids.tobytes() for g in groups for e in g.episodes}
-    assert len(recording.log) == 500
+    assert len(recording.log) == 160
     for log in recording.log.values():
         for (before, sampled), (after, _) in pairwise(log):
             assert after[: len(before) + len(sampled)] == before + sampled

@@ -225,21 +225,6 @@ def test_an_environment_without_instructions_has_an_empty_prompt() -> None:
     assert read_prompt(Plain()) == Prompt()
 
 
-@pytest.mark.parametrize("method", ["reset", "step"])
-def test_a_broken_environment_is_found_before_anything_is_built(method: str) -> None:
-    class Broken(Shop):
-        def step(self, action: str) -> Any:
-            raise OSError("no route")
-
-        def reset(self, **kwargs: Any) -> Any:
-            if method == "reset":
-                raise OSError("no route")
-            return super().reset(**kwargs)
-
-    with pytest.raises(EnvironmentContractError, match=rf"x: {method}\(.*\) raised OSError: no"):
-        try_out("x", Broken())
-
-
 @pytest.mark.parametrize("count", [0, 1])
 @pytest.mark.parametrize("key", ["token_advantages", "token_mask"])
 def test_a_wrong_number_of_values_for_tokens_is_found_before_training(key: str, count: int) -> None:

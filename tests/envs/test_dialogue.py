@@ -43,9 +43,8 @@ def test_the_scripted_agent_solves_hundreds_of_different_tasks(domain: str) -> N
     assert len(keys) >= 200
 
 
-@pytest.mark.parametrize("domain", DOMAINS)
-def test_check_env_accepts_the_domains(domain: str) -> None:
-    check_env("gspo/Dialogue-v0", env_kwargs={"domain": domain})
+def test_check_env_accepts_another_domain() -> None:
+    check_env("gspo/Dialogue-v0", env_kwargs={"domain": "bookings"})
 
 
 @pytest.mark.parametrize("domain", DOMAINS)

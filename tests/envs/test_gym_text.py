@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -15,8 +14,6 @@ from hypothesis import strategies as st
 
 from gspo_env import make_env
 from gspo_env.check.environment import check_env
-from gspo_env.cli.main import main
-from gspo_env.episodes import read_episodes
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_envs.adapters.gym_text import read_action, write_value
 
@@ -208,16 +205,3 @@ def test_the_demonstrator_solves_what_has_a_table_of_transitions(
 def test_what_cannot_be_text_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_env("gspo/GymText-v0", **arguments)
-
-
-@pytest.mark.slow
-def test_the_example_trains_on_frozen_lake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    tiny = ["--demonstrations", "32", "--imitation-steps", "2", "--steps", "1"]
-    tiny += ["--tasks-per-step", "2", "--group-size", "4", "--eval-tasks", "4"]
-    example = request.config.rootpath / "examples" / "frozen_lake.toml"
-    main(["train", "--config", str(example), *tiny, "--output", "out"])
-    episodes = str(read_episodes(tmp_path / "out")[0])
-    assert "You are at row 0, column 0." in episodes

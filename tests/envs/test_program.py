@@ -130,15 +130,6 @@ def program_threads():
     return [t for t in threading.enumerate() if t.name == "program"]
 
 
-def test_the_first_request_is_the_first_observation_and_the_result_the_reward(make):
-    env = make(one_question)
-    observation, info = env.reset(options={"row": 2})
-    assert observation == "What is 1 + 2?"
-    assert [m.role for m in info["messages"]] == ["user"]
-    _, reward, terminated, truncated, info = env.step("3")
-    assert (reward, terminated, truncated, info["success"]) == (1.0, True, False, True)
-
-
 def test_the_requests_tools_limits_and_agent_reach_the_policy(make):
     def program(task, base_url, api_key):
         ask(base_url, api_key, "first")

@@ -48,9 +48,3 @@ def test_an_episode_that_broke_shows_its_error():
 def test_a_cut_episode_with_rewards_is_no_success_and_not_called_a_failure():
     text = render_episode(make_episode(success=False, stop_reason=StopReason.MAX_TURNS))
     assert "no success: outcome +1, stopped by max_turns" in text
-
-
-def test_a_lone_surrogate_of_an_environment_can_be_written_to_a_file(tmp_path):
-    text = render_episode(make_episode(final_observation="half \ud83d of a pair"))
-    (tmp_path / "episode.txt").write_text(text, encoding="utf-8")
-    assert r"half \ud83d of a pair" in text

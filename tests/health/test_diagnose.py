@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 
 import pytest
 
 from gspo_env.cli.main import main
 from gspo_env.config import Config, override, to_toml
-from gspo_env.errors import OutputError
 from gspo_env.health.diagnose import diagnose, lines
 from gspo_env.health.rules import RULES
 from gspo_env.report.run_record import read_run
@@ -193,13 +191,9 @@ def test_a_rule_names_its_cause_beyond_the_threshold_and_is_silent_below(tmp_pat
     assert name not in findings(write(tmp_path / "good", good))
 
 
-def test_every_rule_has_a_case_or_a_real_run():
-    names = {rule.name for rule in RULES}
-    assert names - {case[0] for case in CASES} == {"failed"}
-    known = {name for rule in RULES for name in rule.explains}
-    assert known <= names
+def test_a_cause_comes_before_its_consequences():
     order = [rule.name for rule in RULES]
-    for place, rule in enumerate(RULES):  # a cause comes before its consequences
+    for place, rule in enumerate(RULES):
         assert all(order.index(name) > place for name in rule.explains), rule.name
 
 
@@ -327,25 +321,6 @@ def test_a_run_that_plays_ahead_is_judged_by_its_own_bounds(tmp_path, staleness,
     assert findings(folder) == names
 
 
-@pytest.mark.parametrize("name", ["config.toml", "failure.txt"])
-def test_a_pipe_in_the_folder_is_refused_without_waiting(name, tmp_path):
-    folder = write(tmp_path)
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    with pytest.raises(OutputError, match="is no regular file"):
-        read_run(folder)
-
-
-def test_a_folder_that_is_no_run_is_one_sentence(tmp_path, capsys):
-    with pytest.raises(OutputError, match=r"has no metrics\.jsonl; expected the folder of a run"):
-        read_run(tmp_path)
-    for arguments in ([str(tmp_path)], [str(tmp_path / "none")], []):
-        with pytest.raises(SystemExit) as end:
-            main(["diagnose", *arguments])
-        assert end.value.code == 2
-        assert len(capsys.readouterr().err.strip().splitlines()) == 1
-
-
 def test_the_command_prints_sentences_or_json_and_hides_what_acts_on_a_terminal(tmp_path, capsys):
     folder = write(tmp_path / "run", {"rollout/lost_episodes": (10.0, 10.0)})
     evil = "step('\x1b]0;title\x07') raised \u202eOSError <script>alert(1)</script>"
@@ -388,6 +363,9 @@ def test_the_error_that_ended_a_run_is_kept_until_it_goes_on(tmp_path):
 
 FAST = ("groups without variance", "loss is not a number", "small, outcome")
 """Real runs that are part of the main tests."""
+REPEATED = ("impossible tasks", "too few turns", "loss without gradient", "no room for an answer")
+REPEATED += ("small, GRPO", "small, late reward")
+"""Runs of `stress/faults.py` whose rule another run has."""
 
 
 def case_of(case):
@@ -395,7 +373,12 @@ def case_of(case):
 
 
 @pytest.mark.parametrize(
-    "case", [case_of(c) for c in (*faults.FAILING, *faults.GOOD) if not c.varies]
+    "case",
+    [
+        case_of(c)
+        for c in (*faults.FAILING, *faults.GOOD)
+        if not c.varies and c.name not in REPEATED
+    ],
 )
 def test_a_real_run_that_fails_is_named_by_its_cause_and_a_good_one_is_not_blamed(tmp_path, case):
     run = faults.play(case.name, case.tree, tmp_path, stops=case.stops)

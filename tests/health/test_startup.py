@@ -111,15 +111,6 @@ def test_a_dataset_without_rewards_is_refused(capsys):
     assert "gspo/Dataset-v0 never gives a reward. Name reward functions" in said
 
 
-def test_a_comparison_with_groups_of_one_is_refused_before_its_first_run(capsys):
-    arms = ["--arm", "group_size=2,1", "--tracker", "none", "--output", "out", "--seeds", "1"]
-    with pytest.raises(SystemExit) as exit_:
-        main(["compare", "--env", "envs.py:Plain", *arms])
-    assert exit_.value.code == 2
-    assert "rollout.group_size is 1, and the estimator" in capsys.readouterr().err
-    assert not Path("out").exists()
-
-
 def test_a_limit_of_time_that_no_turn_can_keep_stops_the_run_at_its_first_step(capsys):
     with pytest.raises(SystemExit) as exit_:
         main([*TINY, "--env", "envs.py:Plain", "--episode-timeout", "1e-6"])
@@ -148,16 +139,6 @@ def test_what_may_change_is_said_once_in_the_terminal_the_folder_and_the_tracker
         "minibatches",
         "no_variance",
     ]
-
-
-def test_a_strict_run_stops_after_three_steps_without_variance(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main([*TINY, "--env", "envs.py:Same", "--steps", "9", "--strict"])
-    assert exit_.value.code == 2
-    said = capsys.readouterr()
-    assert "all episodes have equal rewards in the first 3 steps" in said.err
-    assert "train 3/9" in said.out
-    assert "train 4/9" not in said.out
 
 
 SOUND = {
@@ -216,11 +197,6 @@ def test_a_run_of_one_step_is_judged_by_it_and_a_strict_run_stops():
     assert [finding.name for finding in first_steps([FLAT], steps=1)] == ["no_variance"]
     with pytest.raises(TrainingError, match="only a warning without --strict"):
         first_steps([FLAT], steps=1, strict=True)
-
-
-def test_a_first_step_without_a_turn_ends_the_run_at_once():
-    with pytest.raises(TrainingError, match="Episodes have no turn in the first step"):
-        first_steps([{"rollout/turns": 0.0, "rollout/stop/max_context": 1.0}])
 
 
 class Tips(TextEnv):

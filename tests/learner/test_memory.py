@@ -82,21 +82,6 @@ def test_a_pass_in_halves_has_the_gradient_of_the_whole(model, samples, where, e
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_updates_in_halves_count_them_and_go_on(model, samples, dtype):
-    whole, short = (learner_of(model, dtype=dtype, minibatches=2) for _ in range(2))
-    most = sum(len(s.token_ids) for s in samples) // 3
-    short.scorer = Small(short.scorer, most, ERRORS[0], "late")
-    metrics = [learner.update(samples) for learner in (whole, short)]
-    assert metrics[0]["train/oom_splits"] == 0
-    assert metrics[1]["train/oom_splits"] >= 2
-    assert metrics[1]["train/skipped_steps"] == 0
-    tolerance = 1e-4 if dtype == torch.float32 else 0.1
-    assert metrics[1]["train/loss"] == pytest.approx(metrics[0]["train/loss"], abs=tolerance)
-    assert short.imitate(samples) == pytest.approx(whole.imitate(samples), abs=tolerance)
-
-
 def test_one_sequence_that_does_not_fit_is_one_sentence(model, samples):
     learner = learner_of(model)
     learner.scorer = Small(learner.scorer, 3, ERRORS[0], "forward")

@@ -39,13 +39,6 @@ def test_the_weights_are_those_of_the_checkpoint(name):
     assert architectures.export_difference(architectures.build(name)) == 0
 
 
-@pytest.mark.parametrize("name", ["Qwen3-MoE", "Mixtral"])
-def test_experts_are_exported_one_matrix_each_as_a_loader_expects_them(name):
-    names = list(dict(named_weights(architectures.build(name))))
-    assert sum(".experts.3." in n for n in names) == 4 * 3
-    assert not any(n.endswith("_proj") for n in names)
-
-
 ADAPTERS = {
     "LoRA": {"target_modules": "all-linear"},
     "rank-stabilised": {"target_modules": "all-linear", "use_rslora": True},
@@ -136,13 +129,6 @@ def test_what_no_plain_weights_can_express_is_refused_with_its_name():
     refused(quantized, r"layers\.1\.self_attn\.q_proj has an adapter on quantized weights")
     prefixes = PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     refused(PeftModel(copy.deepcopy(base), prefixes), r"prompt_encoder\.default\.embedding\.weight")
-
-
-def test_tied_embeddings_with_an_adapter_are_exported_untied(tmp_path):
-    peft = adapted(tiny("Qwen3", tie_word_embeddings=True), target_modules=["embed_tokens"])
-    assert peft.config.tie_word_embeddings
-    assert "lm_head.weight" in dict(named_weights(peft))
-    assert not Exporter(peft, untie=False).config.tie_word_embeddings
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma 3"])

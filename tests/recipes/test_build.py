@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_engine import Scripted
 
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.engines.base import Completion, Transformers
+from gspo_env.engines.base import Transformers
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.env.tool_env import ToolEnv
@@ -70,24 +71,10 @@ class Patient(TextEnv):
         return str(self.number)
 
 
-class Repeating:
-    """An engine that samples what it is told, action by action."""
-
-    def __init__(self, actions):
-        self.actions = list(actions)
-
-    async def generate(self, prompt_ids, sampling, session=None):
-        ids = self.actions.pop(0)
-        zeros = (0.0,) * len(ids)
-        return Completion(token_ids=ids, logprobs=zeros, finish_reason="stop", weights_version=0)
-
-    def release(self, session):
-        pass
-
-
 def rolled_out(env, task, actions, chat):
     """The token ids of a rollout in which the policy samples these actions."""
-    engine = Repeating((*chat.encode(text), chat.end_of_turn) for text in actions)
+    left = iter(actions)
+    engine = Scripted(lambda *_: (*chat.encode(next(left)), chat.end_of_turn))
     limits = RolloutConfig(max_context=4096)
     running = Collector(engine, chat, EnvPool(lambda: env), limits)
     (group,) = asyncio.run(running.collect([task], seed=0, group_size=1))

@@ -3,6 +3,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from chat_families import FAMILIES
 from talks import TALK, TOOL, write
 
 from gspo_env.chat import ChatTokenizer, tokenize
@@ -137,8 +138,8 @@ def test_a_malformed_line_is_one_sentence_with_its_number(tmp_path, line, told):
     "family",
     ["qwen3", "qwen2_5", "qwen3_coder", "llama3", "mistral", "deepseek", "harmony", "gemma"],
 )
-def test_an_imitated_action_comes_back_as_its_message(families, tmp_path, family):
-    chat = ChatTokenizer(families[family]())
+def test_an_imitated_action_comes_back_as_its_message(tmp_path, family):
+    chat = ChatTokenizer(FAMILIES[family]())
     (episode,) = read_demonstrations(write(tmp_path / "c.jsonl", ROW), None, chat, "x")
     messages = read_conversations(tmp_path / "c.jsonl")[0].messages
     ids = tokenize(episode, chat, encode=partial(encode_action, chat=chat))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections import Counter
 from types import SimpleNamespace
 
@@ -12,13 +10,13 @@ import forks
 import numpy as np
 import pytest
 from rollouts import collector, episodes, play
+from scripted_engine import Scripted
 
 from gspo_env.batch.sample import to_samples
 from gspo_env.chat import tokenize
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config, override
 from gspo_env.credit import Outcome, ReturnsToGo
-from gspo_env.engines.base import Completion, Engine
 from gspo_env.env.base import TextEnv
 from gspo_env.errors import ConfigError
 from gspo_env.learner import GSPO, Learner, LearnerConfig
@@ -56,29 +54,16 @@ class Programmed(Long):
         return (*result, info | {"messages": [{"role": "user", "content": "amber"}]})
 
 
-class Summarizer(Engine):
-    """Answers the instruction with a summary, and everything else with ten words."""
-
-    def __init__(self, chat, summary):
-        self.chat, self.summary = chat, summary
-
-    async def generate(self, prompt_ids, sampling, session=None):
-        last = self.chat.decode_all(prompt_ids).rpartition("<|im_start|>user")[2]
-        asked = last.startswith("\nstone?<|im_end|>")
-        text = self.summary if asked else "birch " * 10
-        ids = (*self.chat.encode(text)[: sampling.max_tokens], self.chat.stop_ids[0])
-        ids, cut = ids[: sampling.max_tokens], len(ids) > sampling.max_tokens
-        return Completion(
-            token_ids=ids,
-            logprobs=(-1.0,) * len(ids),
-            finish_reason="length" if cut else "stop",
-            weights_version=0,
-        )
-
-
 def scripted(chat, summary, make=Long, compaction=COMPACTION, **limits):
+    """The instruction is answered with a summary, and everything else with ten words."""
+
+    def answer(prompt_ids, sampling):
+        last = chat.decode_all(prompt_ids).rpartition("<|im_start|>user")[2]
+        text = summary if last.startswith("\nstone?<|im_end|>") else "birch " * 10
+        return *chat.encode(text)[: sampling.max_tokens], chat.stop_ids[0]
+
     limits = RolloutConfig(**{**LIMITS, **limits})
-    return compaction.wrap(Collector(Summarizer(chat, summary), chat, EnvPool(make), limits))
+    return compaction.wrap(Collector(Scripted(answer), chat, EnvPool(make), limits))
 
 
 @pytest.fixture(scope="module")
@@ -213,12 +198,6 @@ def check(chat, **changes):
     config = override(Config(), {"compaction": "summary", **changes})
     config.branching.check(config)
     config.compaction.check(config, chat)
-
-
-def test_a_run_without_compaction_does_not_load_it():
-    code = "import sys, gspo_agents.gspo, gspo_env.config; gspo_env.config.Config()\n"
-    code += "assert not {m for m in sys.modules if 'rollout.compaction' in m}"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_recorded_compacted_episode_is_tokenized_as_it_was_played(compacted, player):

@@ -167,12 +167,6 @@ def test_a_timeout_of_the_environment_itself_is_its_error():
     assert episode.error.startswith("step('yes') raised TimeoutError: late (")
 
 
-def test_a_result_that_breaks_the_contract_is_an_error_of_its_episode():
-    episode = play_now(Script(go(0.5), go(float("nan"))), TASK, yes)
-    assert (episode.stop_reason, len(episode.turns)) == (StopReason.INVALID, 1)
-    assert episode.error.startswith("test: step() reward is nan")
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("system_prompt", 5), ("tools", ["look"]), ("tools", 3)]
 )

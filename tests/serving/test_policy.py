@@ -4,12 +4,14 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from jails import eventually
+from scripted_engine import Scripted
 
 from gspo_env.chat import Transcript
-from gspo_env.engines import Completion, Sampling, TransformersEngine
+from gspo_env.engines import TransformersEngine
 from gspo_env.rollout import RolloutConfig
 from gspo_env.serving import ChatPolicy
 from gspo_env.types import Message, Prompt, StepInfo
@@ -191,17 +193,8 @@ def test_an_answer_that_fails_or_is_given_up_leaves_no_cache(served, monkeypatch
 def test_calls_reach_a_program_only_if_it_gave_tools(chat, opened):
     text = '<tool_call>{"name": "lookup", "arguments": {"key": "amber"}}</tool_call>'
 
-    class Calls:
-        async def generate(self, prompt_ids, sampling: Sampling, session=None):
-            ids = (*chat.encode(text), chat.stop_ids[0])
-            return Completion(
-                token_ids=ids, logprobs=(0.0,) * len(ids), finish_reason="stop", weights_version=0
-            )
-
-        def release(self, session):
-            pass
-
-    policy = ChatPolicy(Calls(), chat, LIMITS)
+    calls = Scripted(lambda *_: (*chat.encode(text), chat.stop_ids[0]))
+    policy = ChatPolicy(calls, chat, replace(LIMITS, max_turn_tokens=64))
     client = opened(policy, training=False)
     message = post(client, tools=[TOOL]).json()["choices"][0]["message"]
     assert message["tool_calls"][0]["function"]["name"] == "lookup"

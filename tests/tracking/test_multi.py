@@ -172,22 +172,3 @@ def test_combined_trackers_are_one_choice_with_the_settings_of_each(run):
 def test_combining_refuses_what_is_unknown_or_there_twice(names):
     with pytest.raises(ConfigError, match="tracker is"):
         combine(names)
-
-
-def test_a_tracker_of_ones_own_is_one_file(run, tmp_path):
-    assert len(Path(OWN).read_text().splitlines()) <= 40
-    with start(find("tracker", f"{OWN}:JsonLines")(), run) as tracker:
-        tracker.log({f"m/{i}": 1.0 for i in range(10_000)}, step=1)
-        tracker.log({"loss é": 0.5, "nan": float("nan")}, step=2)
-        tracker.text("episodes/step-2.txt", "héllo")
-        tracker.artifact(__file__)
-    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    assert lines[1:] == [
-        {"step": 2, "loss é": 0.5, NON_FINITE: 1.0},
-        {"name": "episodes/step-2.txt", "text": "héllo"},
-        {"status": "FINISHED"},
-    ]
-    assert (tmp_path / Path(__file__).name).exists()
-    assert json.loads((tmp_path / "params.json").read_text())["learner.level"] == "turn"
-    assert tracker.problems == []
-    assert tracker.how_to_look == f"cat {tmp_path / 'lines.jsonl'}"

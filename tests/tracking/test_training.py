@@ -38,10 +38,12 @@ def test_two_trackers_by_name_of_which_one_always_fails(tmp_path, capsys):
     main([*TINY, "--tracker", f"{OWN},broken.py:Broken"])
     output = capsys.readouterr().out
     assert "broken.py:Broken did NOT record everything" in output
+    assert "JsonLines did NOT" not in output
     assert f"Tracked: cat {Path('out', 'lines.jsonl')}" in output
     lines = [json.loads(line) for line in Path("out/lines.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "eval/success" in line] == [0, 1]
     assert lines[-1] == {"status": "FINISHED"}
+    assert json.loads(Path("out/params.json").read_text())["steps"] == 1
     assert list(Path("out/model").glob("*.safetensors"))
 
 

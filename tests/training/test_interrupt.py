@@ -23,6 +23,7 @@ from gspo_env.training.checkpoints import Checkpoints
 
 RUN = """
 env = "talk.py:Talk"
+env_kwargs = { turns = 1 }
 output = "run"
 steps = 500
 tasks_per_step = 2
@@ -40,36 +41,6 @@ layers = 1
 demonstrations = 16
 imitation_steps = 4
 """
-
-TALK = '''
-import time
-from pathlib import Path
-
-from gspo_env import TextEnv
-
-
-class Talk(TextEnv):
-    """One turn; training waits in it while there is a file `wait`."""
-
-    blocking = False
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return f"say {seed % 7}", {"task_key": str(seed)}
-
-    def step(self, action):
-        if Path("wait").exists():
-            Path("waiting").touch()
-            time.sleep(60)
-        return "", len(action) % 3 / 2, True, False, {}
-
-    def expert_action(self, noise=0.0):
-        return self.np_random.choice(["yes", "no", "maybe so"]).item()
-
-    def close(self):
-        if Path("unclosable").exists():
-            raise RuntimeError("does not close")
-'''
 
 NOTES = '''
 from dataclasses import dataclass
@@ -108,8 +79,9 @@ class Noted:
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, text in {"run.toml": RUN, "talk.py": TALK, "notes.py": NOTES}.items():
-        Path(name).write_text(text)
+    shutil.copy(Path(__file__).parents[1] / "talk.py", tmp_path)
+    Path("run.toml").write_text(RUN)
+    Path("notes.py").write_text(NOTES)
 
 
 def start(*arguments, command="train", prepare=None):

@@ -32,62 +32,30 @@ SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_le
 WAYS = {
     "full": {},
     "LoRA": {"learner": {"lora_rank": 2}},
-    "bfloat16": {"model_dtype": "bfloat16"},
+    "bfloat16, a KL reference": {"model_dtype": "bfloat16", "loss": {"kl_coef": 0.05}},
     "float16, LoRA": {"model_dtype": "float16", "learner": {"lora_rank": 2}},
-    "a KL reference": {"loss": {"kl_coef": 0.05}},
-    "a KL reference, LoRA": {"loss": {"kl_coef": 0.05}, "learner": {"lora_rank": 2}},
-    "one minibatch, constant": {"learner": {"minibatches": 1, "schedule": "constant"}},
-    "a curriculum": {
-        "curriculum": {"name": "ladder", "option": "size", "values": [1, 2, 3], "success": 0.0}
+    "a KL reference, LoRA, a curriculum": {
+        "loss": {"kl_coef": 0.05},
+        "learner": {"lora_rank": 2},
+        "curriculum": {"name": "ladder", "option": "size", "values": [1, 2, 3], "success": 0.0},
     },
-    "outcomes that use the global generators": {"env_kwargs": {"noise": 1.0}},
+    "one minibatch, constant, outcomes that use the global generators": {
+        "learner": {"minibatches": 1, "schedule": "constant"},
+        "env_kwargs": {"noise": 1.0},
+    },
     "compacted episodes": {
         "compaction": {"name": "summary", "instruction": "more", "summary_tokens": 8},
         "rollout": {"max_context": 48},
     },
 }
 
-TALK = '''
-import random
-import zlib
-
-import numpy as np
-import torch
-
-from gspo_env import TextEnv
-
-
-class Talk(TextEnv):
-    """Three turns, with a reward for each text; or an outcome from the global generators."""
-
-    blocking = False
-
-    def __init__(self, noise=0.0):
-        super().__init__()
-        self.noise = noise
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.turn = 0
-        return f"say {seed % 7}", {"task_key": str(seed)}
-
-    def step(self, action):
-        self.turn += 1
-        done, reward = self.turn == 3, zlib.crc32(action.encode()) % 5 / 4
-        if not self.noise:
-            return "more", reward, done, False, {}
-        drawn = random.random() + np.random.random() + float(torch.rand(()))
-        return "more", 0.0, done, False, {"episodic_reward": drawn} if done else {}
-
-    def expert_action(self, noise=0.0):
-        return self.np_random.choice(["yes", "no", "maybe so"]).item()
-'''
+TALK = Path(__file__).parents[1] / "talk.py"
 
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "talk.py").write_text(TALK)
+    shutil.copy(TALK, tmp_path)
 
 
 def config(**changes):
@@ -144,7 +112,7 @@ def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(way, tmp_path
     assert any(m.get("train/grad_norm", 0) > 0 for _, m in history)
     if "compaction" in WAYS[way]:
         assert all(m.get("rollout/forks/compacted", 1) > 0 for _, m in history)
-    for step in (0, 3):
+    for step in (0, 3) if way == "full" else (2,):
         part = tmp_path / f"part{step}"
         cut(tmp_path / "run", step, part)
         torch.rand(3)  # a process that resumes has drawn other numbers before
@@ -185,7 +153,7 @@ DAMAGE = {
 def done(tmp_path_factory):
     """The folder of a run of three steps."""
     folder = tmp_path_factory.mktemp("done")
-    (folder / "talk.py").write_text(TALK)
+    shutil.copy(TALK, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         GSPOAgent(config=config(steps=3)).train()

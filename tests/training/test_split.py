@@ -8,11 +8,11 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scripted_engine import Scripted
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
 from gspo_env.config import Config
-from gspo_env.engines.base import Completion
 from gspo_env.env.base import TextEnv, attribute
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EnvironmentContractError, RolloutError
@@ -32,28 +32,12 @@ SPACES = {
     "gspo/Dataset-v0": {"data": ROWS, "held_out": ROWS[85:]},
 }
 """Environments in which a plain split by seed trains on tasks of the evaluation."""
-ONE = {"gspo/KeyDoor-v0": {}, "gspo/GymText-v0": {}, "gspo/Misleading-v0": {}}
-
-
-class Silent:
-    """An engine whose answers are empty."""
-
-    def __init__(self, stop_id):
-        self.stop_id = stop_id
-
-    async def generate(self, prompt_ids, sampling, session=None):
-        await asyncio.sleep(0)
-        return Completion(
-            token_ids=(self.stop_id,), logprobs=(0.0,), finish_reason="stop", weights_version=0
-        )
-
-    def release(self, session):
-        pass
 
 
 def collector(chat, make, **limits):
     limits = {"max_turns": 1, "max_turn_tokens": 4, **limits}
-    return Collector(Silent(chat.stop_ids[0]), chat, EnvPool(make), RolloutConfig(**limits))
+    silent = Scripted(lambda *_: chat.stop_ids[:1])
+    return Collector(silent, chat, EnvPool(make), RolloutConfig(**limits))
 
 
 def split_of(pool, env_id, count):
