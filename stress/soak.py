@@ -191,7 +191,7 @@ def make_config(arguments: argparse.Namespace, folder: Path) -> Config:
     """Returns the settings of the training."""
     env, kwargs = arguments.env, {}
     if arguments.faults:
-        env = f"{Path(__file__).parents[1] / 'tests/faulty.py'}:Faulty"
+        env = f"{Path(__file__).with_name('faulty.py')}:Faulty"
         # a thread that hangs cannot be ended, so it hangs a little longer than an episode only
         hang = 3600.0 if arguments.isolation == "process" else arguments.timeout + 2.0
         kwargs = {

@@ -42,6 +42,12 @@ def _state(tmp_path_factory):
         yield
 
 
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    """Runs the test in a new working folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory):
     """The file of a new store of MLflow; all test processes copy it, since making one is slow."""

@@ -136,7 +136,6 @@ def test_python_takes_the_names_of_flags_and_dictionaries_as_sections():
         (lambda: Config(learner={"lora_rnk": 8}), "unknown field learner.'lora_rnk'"),
         (lambda: Config(rollout={"group_size": "8"}), "rollout.group_size is '8'; input should be"),
         (lambda: Config(rollout=8), "rollout is 8; expected a table"),
-        (lambda: Config(loss="ppo"), "loss is 'ppo'"),
     ],
 )
 def test_python_refuses_a_setting_by_name(make, words):
@@ -150,16 +149,12 @@ def test_python_refuses_a_setting_by_name(make, words):
         ("stepz = 3", "unknown field 'stepz'; expected one of: steps"),
         ("[learner]\nlearning_rates = 1", "unknown field learner.'learning_rates'.*learning_rate"),
         ("steps = -1", "steps is -1; expected an integer of at least 0"),
-        ("steps = 1.5", "steps is 1.5; input should be a valid integer"),
         ("seed = 1e3", "seed is 1000.0; input should be a valid integer"),
-        ("steps = true", "steps is True; input should be a valid integer"),
         ("engine = 'magic'", "engine is 'magic'; expected one of: transformers, vllm"),
         ("learner = 3", "learner is 3; expected a table"),
         ("[rollout]\nmax_turn_tokens = 512", "max_turn_tokens is 512; expected less"),
         ("steps = ", "not valid TOML"),
         ("[advantage]\nlam = 0.9", "advantage.'lam': it is a setting of group_gae, and adv"),
-        ("[loss]\nclip_lo = 1", "unknown field loss.'clip_lo'; expected one of: clip_low"),
-        ("model = 3", "model is 3; input should be a valid string"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_by_name(tmp_path, text, words):

@@ -145,8 +145,9 @@ def type_in(command, trained):
 
 
 @pytest.mark.parametrize(("path", "some"), list(cases()))
-def test_the_shell_blocks_of_a_page_run_in_order(path, some, trained, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
+def test_the_shell_blocks_of_a_page_run_in_order(
+    path, some, trained, in_folder, monkeypatch, capfd
+):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     Path("examples").symlink_to(ROOT / "examples")
     for name, code in SHOWN.findall(path.read_text()):

@@ -112,8 +112,7 @@ def test_the_architecture_table_lists_the_import_layers_in_order():
 
 
 @pages
-def test_commands_have_options_that_exist(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_commands_have_options_that_exist(path, tmp_path, in_folder):
     for name in ("examples", "studies"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "run.toml").touch()

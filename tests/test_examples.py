@@ -20,10 +20,9 @@ TINY = ["--hidden-size", "16", "--demonstrations", "16", "--imitation-steps", "2
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
+def _folder(tmp_path, in_folder):
     """Each test runs in a new working folder that has the examples."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda p: p.name)

@@ -26,9 +26,8 @@ PRECIOUS = "what the user would miss"
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(in_folder):
     """The folder of a run that may be a stranger's, beside a file and a folder of the user."""
-    monkeypatch.chdir(tmp_path)
     Path("precious").mkdir()
     Path("precious/file").write_text(PRECIOUS)
     folder = Path("run")

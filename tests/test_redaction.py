@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_env import redaction
-from gspo_env.config import Config, from_dict, load_toml, to_dict, to_toml
+from gspo_env.config import Config, from_dict, to_dict, to_toml
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import MARK, find_mark, redact, redact_text, resolve, write_text
@@ -90,13 +90,6 @@ def test_what_looks_like_a_key_is_redacted_in_texts(text):
 )
 def test_what_is_no_secret_stays(value):
     assert redact(value) == value
-
-
-def test_the_default_settings_are_written_unchanged(tmp_path):
-    for config in (Config(), Config.from_recipe("tiny"), from_dict({"tracker": "wandb"})):
-        assert MARK not in to_toml(config)
-        (tmp_path / "c.toml").write_text(to_toml(config))
-        assert load_toml(tmp_path / "c.toml") == config
 
 
 def test_a_run_in_another_process_gets_the_real_values():

@@ -23,6 +23,8 @@ from gspo_env.model import add_adapter
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.registry import find
 
+pytestmark = pytest.mark.usefixtures("in_folder")
+
 
 def tiny(**changes):
     config = runs.tiny(steps=3, eval_every=2, eval_tasks=8)
@@ -30,11 +32,6 @@ def tiny(**changes):
 
 
 SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=10)
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 BREAKS = '''

@@ -69,8 +69,7 @@ def config():
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def _folder(tmp_path, in_folder):
     (tmp_path / "duel.py").write_text(GAME)
 
 

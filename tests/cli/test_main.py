@@ -29,9 +29,8 @@ pytestmark = pytest.mark.usefixtures("quick_store")
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
+def _folder(in_folder, monkeypatch):
     """Each test runs in a new working folder."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 

@@ -37,19 +37,19 @@ def test_a_call_of_a_tool_is_typed_in_short_and_a_wrong_one_is_asked_again(monke
     assert "2 turns" in output
 
 
-def test_an_action_of_several_lines_is_one_action(monkeypatch, capsys, tmp_path):
+def test_an_action_of_several_lines_is_one_action(monkeypatch, capsys, tmp_path, in_folder):
     step = "return repr(action) + '\\x1b[2J', 1.0, True, False, {}"
     write_env(tmp_path / "own.py", step)
-    monkeypatch.chdir(tmp_path)
     output = played(monkeypatch, capsys, '"""\none\ntwo\n"""\n', "own.py:Own")
     assert "'one\\ntwo'" in output
     assert "\x1b" not in output
 
 
-def test_neither_bytes_that_are_no_text_nor_a_narrow_terminal_end_the_game(monkeypatch, tmp_path):
+def test_neither_bytes_that_are_no_text_nor_a_narrow_terminal_end_the_game(
+    monkeypatch, tmp_path, in_folder
+):
     reset = r"return 'h\u00e9 \x1b[31m', {}"
     write_env(tmp_path / "own.py", "return repr(action), 1.0, True, False, {}", reset)
-    monkeypatch.chdir(tmp_path)
     typed, shown = io.BytesIO(b"\xff\xfe h\xc3\xa9\n"), io.BytesIO()
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(typed, encoding="utf-8"))
     out = io.TextIOWrapper(shown, encoding="ascii", write_through=True)
@@ -66,10 +66,9 @@ def test_the_end_of_the_input_ends_the_episode(monkeypatch, capsys):
 
 
 def test_an_environment_that_fails_says_how_and_one_without_a_demonstrator_says_so(
-    monkeypatch, capsys, tmp_path
+    monkeypatch, capsys, tmp_path, in_folder
 ):
     write_env(tmp_path / "own.py", "raise OSError('no disk')")
-    monkeypatch.chdir(tmp_path)
     output = played(monkeypatch, capsys, "/expert\nsomething\n", "own.py:Own")
     assert "this environment has no demonstrator" in output
     assert "The environment failed: " in output

@@ -257,8 +257,7 @@ def saved(agent):
         ("Opposed", {"advantage": "turn_plus_outcome"}, "auto"),
     ],
 )
-def test_the_score_of_a_run_is_saved_with_it(name, changes, score, tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
+def test_the_score_of_a_run_is_saved_with_it(name, changes, score, tmp_path, in_folder, caplog):
     agent, _ = train(tmp_path, COIN, name, **changes)
     assert saved(agent) == [score, score]
     assert GSPOAgent.load(agent.folder).config.credit.score == score
@@ -266,16 +265,14 @@ def test_the_score_of_a_run_is_saved_with_it(name, changes, score, tmp_path, mon
     assert len(warned) == (name == "Opposed" and "advantage" not in changes)
 
 
-def test_a_score_is_not_taken_over_to_another_environment(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_score_is_not_taken_over_to_another_environment(tmp_path, in_folder):
     agent, _ = train(tmp_path, COIN, "Coin")
     other = GSPOAgent.load(agent.folder, f"{tmp_path}/mine.py:Opposed")
     assert other.config.credit.score == "auto"
     assert GSPOAgent.load(agent.folder, agent.config.env).config.credit.score == "outcome"
 
 
-def test_an_impossible_declaration_is_refused_before_anything_is_made(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_an_impossible_declaration_is_refused_before_anything_is_made(tmp_path, in_folder):
     message = "credit_score is 'episode' of type str, expected one of"
     with pytest.raises(EnvironmentContractError, match=message):
         train(tmp_path, COIN, "Wrong")
@@ -284,9 +281,8 @@ def test_an_impossible_declaration_is_refused_before_anything_is_made(tmp_path, 
 
 
 def test_advantages_that_are_all_zero_although_outcomes_differ_are_warned_of(
-    tmp_path, monkeypatch, caplog
+    tmp_path, in_folder, caplog
 ):
-    monkeypatch.chdir(tmp_path)
     train(tmp_path, COIN, "Coin", credit={"score": "turns"}, steps=2)
     (warning,) = (text for text in caplog.messages if "every advantage" in text)
     assert "returns_to_go reads (score 'turns')" in warning

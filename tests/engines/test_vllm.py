@@ -62,9 +62,8 @@ def engine(parts):
 
 
 @pytest.fixture
-def same_start(tmp_path, monkeypatch):
+def same_start(in_folder):
     """Each run has a folder of its own."""
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -316,26 +315,6 @@ def test_servers_that_still_run_cancelled_requests_take_the_next_weights(parts, 
 
     assert asyncio.run(timed_out()).weights_version == 3
     assert servers.servers_lost == before
-
-
-def test_a_server_without_the_transfer_backend_is_named_with_its_reason(parts, monkeypatch):
-    from gspo_env.engines.vllm import server as vllm_server
-
-    plain = vllm_server.engine_arguments
-
-    def without_backend(*arguments):
-        return Forgetful(plain(*arguments))
-
-    class Forgetful(dict):
-        """A server that was started by hand, without `--weight-transfer-config`."""
-
-        def __setitem__(self, name, value):
-            assert name == "weight_transfer_config"
-
-    monkeypatch.setattr(vllm_server, "engine_arguments", without_backend)
-    fleet = VLLMServer(transfer="nccl", enforce_eager=True)
-    with pytest.raises(EngineError, match=r"none of the 1 vLLM .*backend is None; expected 'nccl'"):
-        VLLMServerEngine(parts[0], fleet, **SIZES)
 
 
 def build_other(model):

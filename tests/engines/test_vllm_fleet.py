@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from gspo_env.engines.base import Sampling
-from gspo_env.engines.vllm import process
+from gspo_env.engines.vllm import process, server
 from gspo_env.engines.vllm.process import State
 from gspo_env.engines.vllm.requests import ServerClient
 from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
@@ -335,8 +335,8 @@ def test_an_answer_that_cannot_be_read_is_an_error_with_the_answer(start):
 
 def test_servers_listen_only_on_a_socket_that_nobody_else_can_reach(start):
     engine = start()
-    (server,) = engine._servers
-    assert Path(server.socket).parent.stat().st_mode & 0o777 == 0o700
+    (one,) = engine._servers
+    assert Path(one.socket).parent.stat().st_mode & 0o777 == 0o700
     inodes = set()
     for link in Path(f"/proc/{engine.pids[0]}/fd").iterdir():
         inodes |= {os.readlink(link)}
@@ -370,3 +370,16 @@ def test_a_server_that_ends_while_it_starts_is_named_with_its_last_error(start, 
     monkeypatch.setattr(process, "_command", lambda folder: [sys.executable, "-c", code])
     with pytest.raises(EngineError, match=r"exit code 1 while starting: RuntimeError: no such"):
         start()
+
+
+def test_a_server_without_the_transfer_backend_is_named_with_its_reason(start, monkeypatch):
+    class Forgetful(dict):
+        """A server that was started by hand, without `--weight-transfer-config`."""
+
+        def __setitem__(self, name, value):
+            assert name == "weight_transfer_config"
+
+    plain = server.engine_arguments
+    monkeypatch.setattr(server, "engine_arguments", lambda *given: Forgetful(plain(*given)))
+    with pytest.raises(EngineError, match=r"none of the 1 vLLM .*backend is None; expected 'nccl'"):
+        start(transfer="nccl")

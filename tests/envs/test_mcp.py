@@ -157,15 +157,6 @@ def test_a_server_lives_as_long_as_its_session_says(play, session):
     assert (again, other) == expected[session]
 
 
-def test_closing_ends_the_server_and_a_reset_starts_one(play):
-    env = play(STDIO)
-    first = call(env, "pid")[0]
-    env.close()
-    assert not is_alive(first)
-    env.reset(seed=0)
-    assert call(env, "pid")[0] != first
-
-
 def test_the_end_of_the_program_ends_a_hanging_server():
     code = (
         "import sys; from gspo_env.env.registration import make_env\n"

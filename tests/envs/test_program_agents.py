@@ -52,8 +52,7 @@ def test_an_agent_plays_the_native_episode_id_by_id(form, kwargs, player):
 
 
 @forms
-def test_two_steps_of_training(form, kwargs, player, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_two_steps_of_training(form, kwargs, player, in_folder):
     env = {"env": "gspo/Program-v0", "env_kwargs": kwargs, "tracker": "none"}
     rollout = {"group_size": 2, **STUDY.LIMITS}
     counts = {"steps": 2, "tasks_per_step": 2, "eval_every": 0, "eval_tasks": 2}

@@ -56,9 +56,8 @@ def database() -> Database:
     ],
 )
 def test_all_but_reading_is_an_error_and_changes_nothing(
-    database: Database, sql: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    database: Database, sql: str, in_folder: Any
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(SQLError):
         database.query(sql)
     assert database.query("SELECT * FROM t")[1] == [(1, "a"), (2, "b")]

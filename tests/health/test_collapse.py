@@ -132,9 +132,8 @@ class Turns(TextEnv):
 
 @pytest.mark.slow
 def test_a_run_warns_of_a_collapse_in_the_terminal_and_the_folder_and_names_its_best_model(
-    tmp_path, monkeypatch, capsys
+    in_folder, capsys
 ):
-    monkeypatch.chdir(tmp_path)
     Path("turns.py").write_text(PAYS_UNTIL_A_FILE_APPEARS)
     config = Config.from_recipe(
         env="turns.py:Turns",

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from cli_errors import refused
 
 from gspo_env.cli.main import main
 from gspo_env.config import Config
@@ -72,19 +73,16 @@ TINY = [
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def _folder(tmp_path, in_folder):
     (tmp_path / "envs.py").write_text(ENVS)
 
 
 def stopped(capsys, name, *arguments):
     """Returns what a run says that stops with exit code 2 before it has a folder."""
     env = name if "/" in name else f"envs.py:{name}"
-    with pytest.raises(SystemExit) as exit_:
-        main([*TINY, "--env", env, *arguments])
-    assert exit_.value.code == 2
+    said = refused(capsys, *TINY, "--env", env, *arguments)
     assert not Path("out").exists()
-    return capsys.readouterr().err
+    return said
 
 
 @pytest.mark.parametrize(
@@ -100,9 +98,7 @@ def stopped(capsys, name, *arguments):
     ],
 )
 def test_a_run_that_cannot_learn_stops_before_it_trains(capsys, name, arguments, words):
-    said = stopped(capsys, name, *arguments)
-    assert words in said
-    assert said.count("\n") == 1
+    assert words in stopped(capsys, name, *arguments)
 
 
 def test_a_dataset_without_rewards_is_refused(capsys):
@@ -112,12 +108,9 @@ def test_a_dataset_without_rewards_is_refused(capsys):
 
 
 def test_a_limit_of_time_that_no_turn_can_keep_stops_the_run_at_its_first_step(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main([*TINY, "--env", "envs.py:Plain", "--episode-timeout", "1e-6"])
-    assert exit_.value.code == 2
-    said = capsys.readouterr()
-    assert "Episodes have no turn in the first step: they end by timeout" in said.err
-    assert "Raise --rollout.episode-timeout, now 1e-06" in said.err
+    said = refused(capsys, *TINY, "--env", "envs.py:Plain", "--episode-timeout", "1e-6")
+    assert "Episodes have no turn in the first step: they end by timeout" in said
+    assert "Raise --rollout.episode-timeout, now 1e-06" in said
 
 
 def test_groups_of_one_are_no_problem_where_the_environment_gives_the_advantages(capsys):

@@ -83,9 +83,8 @@ class Payload:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, model, tokenizer):
+def folder(tmp_path, in_folder, model, tokenizer):
     """A saved model, in the working folder."""
-    monkeypatch.chdir(tmp_path)
     save_model(model, tokenizer, tmp_path / "theirs")
     return tmp_path / "theirs"
 
@@ -148,12 +147,11 @@ def test_a_file_of_a_model_that_never_ends_or_is_too_large_is_refused(folder):
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere", "a/b/c", "runs/gone", "~/x", "a b", ""])
 def test_a_name_that_can_be_no_hub_id_is_a_missing_folder_without_a_connection(
-    tmp_path, monkeypatch, name
+    tmp_path, in_folder, monkeypatch, name
 ):
     def connect(*arguments):
         raise AssertionError("a connection")
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket.socket, "connect", connect)
     (tmp_path / "runs").mkdir()
     with pytest.raises(ModelError, match=r"there is no folder|folder without"):

@@ -149,15 +149,6 @@ def test_a_tool_without_parameters_has_a_model_too():
     assert len(tokenizer.encode(call, add_special_tokens=False)) == 1
 
 
-def test_the_same_seed_builds_the_same_model(player):
-    env = make_env(player.env_id)
-    config = Tiny(hidden_size=32, demonstrations=20)
-    first, again, other = (build({player.env_id: env}, config, seed)[0] for seed in (0, 0, 1))
-    one, two, three = (next(m.parameters()) for m in (first, again, other))
-    assert one.equal(two)
-    assert one.shape != three.shape or not one.equal(three)
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [

@@ -494,9 +494,8 @@ def test_a_judge_is_an_argument_of_gymnasium_make_and_sees_nothing_alone(server)
 
 
 @pytest.fixture
-def files(server, tmp_path, monkeypatch):
+def files(server, tmp_path, in_folder):
     """A working folder with rows and rewards."""
-    monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"Say {n}", "completion": f"quality {n}", "n": n} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "judges.py").write_text(

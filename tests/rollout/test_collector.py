@@ -18,7 +18,7 @@ from gspo_env.env.registration import make_env
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.pool import EnvPool
-from gspo_env.types import Message, Prompt, StopReason, Task
+from gspo_env.types import StopReason, Task
 
 
 class Echo(TextEnv):
@@ -173,26 +173,6 @@ def test_episodes_that_wait_for_the_first_environment_begin_together(broken):
     # with one in each round, an engine computes a step for each episode that begins
     assert rounds < 8
     pool.close()
-
-
-class Chatty(Echo):
-    """An environment whose conversation began before the episode."""
-
-    history = (
-        Message(role="user", content="river"),
-        Message(role="assistant", content="stone"),
-    )
-
-    def reset(self, *, seed=None, options=None):
-        return super().reset(seed=seed)[0], {"messages": self.history}
-
-
-def test_a_conversation_that_began_before_the_episode_is_in_its_first_prompt(player):
-    groups = play(collector(player, Chatty, max_turns=1))
-    for episode in episodes(groups):
-        first = player.chat.start('Follow 2 links from "amber".', Prompt(messages=Chatty.history))
-        assert episode.turns[0].prompt_ids == first
-        assert "stone" in player.chat.decode_all(first)
 
 
 class TokenJudge(Echo):

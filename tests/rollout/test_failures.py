@@ -20,7 +20,6 @@ from gspo_env.env.base import TextEnv
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.rollout.play import play_now
-from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import FAILURES, StopReason, Task
 
 
@@ -213,17 +212,6 @@ def test_a_cause_is_logged_once_with_its_line_and_counted_at_the_end(player, cap
     assert 'raise OSError("lost")' in running.pool.faults.first.traceback
 
 
-def test_a_close_that_raises_is_a_line_in_the_log_and_costs_nothing(player, caplog):
-    class Clumsy(counted(blocking=False)):
-        def close(self):
-            sys.exit("closed twice")
-
-    running = collector(player, Clumsy)
-    assert not any(e.failed for e in episodes(play(running)))
-    running.pool.close()
-    assert "close() raised SystemExit: closed twice (tests/rollout/test_failures.py" in caplog.text
-
-
 class Database(TextEnv):
     """Uses a connection that only the thread that made it may use."""
 
@@ -310,23 +298,6 @@ def test_too_many_threads_that_hang_stop_the_run(player):
     finally:
         env.release.set()
         running.pool.close()
-
-
-def test_closing_a_pool_does_not_wait_for_an_environment_that_hangs(caplog):
-    release = threading.Event()
-
-    class Sticky(TextEnv):
-        def close(self):
-            release.wait()
-
-    async def use():
-        pool.give_back(await pool.acquire())
-
-    pool = EnvPool(Sticky, close_timeout=0.1)
-    asyncio.run(use())
-    pool.close()
-    release.set()
-    assert "1 environments have not closed within 0.1 s" in caplog.text
 
 
 def test_a_process_with_a_stuck_environment_ends():

@@ -55,8 +55,7 @@ class Hangs(TextEnv):
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def _folder(tmp_path, in_folder):
     (tmp_path / "hangs.py").write_text(HANGS)
 
 

@@ -7,9 +7,7 @@ import pytest
 import torch
 from learners import loss_input
 
-from gspo_env.errors import ConfigError
 from gspo_env.learner import GSPO
-from gspo_env.registry import find
 from studies.credit.adaptive_clip import AdaptiveClip
 
 
@@ -41,9 +39,3 @@ def test_without_adaptation_it_is_gspo_by_turn():
     value, expected = evaluate(GSPO(ratio_level="turn", **bounds), inputs)
     assert ours == pytest.approx(value)
     assert gradient.tolist() == pytest.approx(expected.tolist())
-
-
-def test_it_is_found_by_its_file_and_refuses_bounds_below_zero():
-    loss = find("loss", "studies/credit/adaptive_clip.py:AdaptiveClip")
-    with pytest.raises(ConfigError, match=r"clip_adapt is 0\.3"):
-        loss(clip_low=0.8)

@@ -94,20 +94,12 @@ def test_exact_turn_credit_gains_the_root_of_the_number_of_turns_over_outcome_cr
         assert gain == pytest.approx(math.sqrt(turns), rel=0.25)
 
 
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "studies" / "density"))
-    return importlib.import_module("density")
-
-
 @pytest.mark.slow
-def test_the_page_has_the_tables_that_the_benchmark_prints(benchmark):
+def test_the_page_has_the_tables_that_the_benchmark_prints_and_those_of_the_raw_data(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "studies" / "density"))
+    benchmark = importlib.import_module("density")
     page = benchmark.PAGE.read_text()
     assert benchmark.exact_table(0.5) in page
     assert benchmark.delay_table() in page
-
-
-def test_the_page_has_the_tables_of_the_raw_data_beside_it(benchmark):
-    page = benchmark.PAGE.read_text()
     for name, table in benchmark.tables().items():
         assert f"<!-- begin {name} -->\n\n{table}\n\n<!-- end {name} -->" in page

@@ -9,6 +9,8 @@ import pytest
 
 from gspo_env.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("in_folder")
+
 OWN = f"{Path(__file__).parents[2] / 'examples' / 'own_tracker.py'}:JsonLines"
 TINY = [
     *("train", "--output", "out", "--steps", "1", "--tasks-per-step", "2", "--eval-tasks", "4"),
@@ -26,11 +28,6 @@ class Broken:
     def __getattr__(self, name):
         raise OSError("the disk is full")
 """
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def test_two_trackers_by_name_of_which_one_always_fails(tmp_path, capsys):

@@ -42,8 +42,7 @@ SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_le
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def _folder(tmp_path, in_folder):
     shutil.copy(Path(__file__).parents[1] / "talk.py", tmp_path)
 
 

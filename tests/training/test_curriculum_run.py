@@ -26,8 +26,7 @@ class Graded(TextEnv):
 """
 
 
-def test_the_options_of_a_step_follow_from_the_results_before_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_options_of_a_step_follow_from_the_results_before_it(tmp_path, in_folder):
     (tmp_path / "graded.py").write_text(GRADED)
     config = Config.from_recipe(
         Tiny(hidden_size=32, demonstrations=16, imitation_steps=40, imitation_learning_rate=1e-2),

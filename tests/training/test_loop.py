@@ -25,8 +25,7 @@ class Masked(TextEnv):
 TINY = Tiny(hidden_size=16, layers=1, heads=2, demonstrations=16, imitation_steps=4)
 
 
-def test_a_step_without_a_token_to_train_on_is_skipped_and_the_run_goes_on(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_step_without_a_token_to_train_on_is_skipped_and_the_run_goes_on(tmp_path, in_folder):
     (tmp_path / "masked.py").write_text(MASKED)
     config = Config.from_recipe(
         TINY,

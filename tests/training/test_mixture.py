@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+from cli_errors import refused
 from runs import timeless
 
 from gspo_agents.gspo import GSPOAgent
@@ -76,8 +77,7 @@ def mixed(**changes):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def folder(tmp_path, in_folder):
     (tmp_path / "two.py").write_text(TWO)
     return tmp_path
 
@@ -133,9 +133,7 @@ def test_a_strangers_mixture_is_data(folder, capsys):
     (folder / "two.py").write_text(TWO + "\nopen('proof', 'w').close()\n")
     saved = read_saved("theirs")
     assert saved.untrusted == {"env": ["two.py:Turns:3", "last=two.py:Last:1"]}
-    with pytest.raises(SystemExit):
-        main(["evaluate", "--model", "theirs"])
-    said = capsys.readouterr().err
+    said = refused(capsys, "evaluate", "--model", "theirs")
     assert "--env two.py:Turns:3 last=two.py:Last:1" in said
     assert not (folder / "proof").exists()
     main(["evaluate", "--model", "theirs", "--env", "two.py:Turns:3", "last=two.py:Last:1"])

@@ -53,8 +53,7 @@ TALK = Path(__file__).parents[1] / "talk.py"
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def _folder(tmp_path, in_folder):
     shutil.copy(TALK, tmp_path)
 
 

@@ -239,9 +239,8 @@ def few(**changes):
 
 
 def test_a_run_trains_on_no_evaluated_task_and_its_folder_evaluates_the_same(
-    tmp_path, monkeypatch, capsys
+    tmp_path, in_folder, capsys
 ):
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "few.py").write_text(FEW)
     agent = GSPOAgent(config=few(output="out"))
     played = next(iter(agent.environments.envs.values())).unwrapped.stepped

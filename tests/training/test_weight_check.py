@@ -152,8 +152,7 @@ def test_the_probe_fits_the_shortest_context_and_the_temperature(model, chat):
 
 
 @pytest.mark.parametrize("copying", [False, True])
-def test_a_run_probes_an_engine_that_has_a_copy_and_no_other(tmp_path, monkeypatch, copying):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_probes_an_engine_that_has_a_copy_and_no_other(in_folder, copying):
     tiny = Tiny(hidden_size=16, layers=1, heads=2, demonstrations=16, imitation_steps=4)
     config = Config.from_recipe(tiny, steps=2, tasks_per_step=2, eval_tasks=2, tracker="none")
     agent = GSPOAgent(config=config)

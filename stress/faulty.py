@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -45,7 +44,7 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
         rates: For each kind of `KINDS`, the share of the calls that fail so.
         seed: Seed of the failures.
         log: File to which every environment with this path, in any process, adds a line for each
-            failure, with the kind and its `name`; see `injected`.
+            failure, with the kind and its `name`.
         hang: Seconds of a hang.
         env_kwargs: Arguments of an environment that is given by its specification.
     """
@@ -113,24 +112,6 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
         if fault == "type":
             return "injected"
         return ("a" * 10 * MAX_OBSERVATION, *result[1:]) if fault == "long" else result
-
-
-def faulty(env, rates, **settings):
-    """Wraps an environment so that its calls fail at given rates; see `Faulty`.
-
-    Example:
-        >>> env = faulty("gspo/Lookup-v0", {"exception": 0.1, "nan": 0.1})
-
-    On the command line: `gspo-env train --env faulty:Faulty --env-kwargs
-    env=gspo/Lookup-v0 rates='{"exception": 0.1}' log=faults.txt`.
-    """
-    return Faulty(env, rates, **settings)
-
-
-def injected(log):
-    """Returns the failures in a log of `Faulty`, by kind."""
-    lines = Path(log).read_text().splitlines() if Path(log).exists() else []
-    return Counter(kind for kind, _ in map(str.split, lines) if kind != "made")
 
 
 def _append(log, line):
