@@ -340,23 +340,6 @@ def granite() -> PreTrainedTokenizerFast:
     return _build(_byte_level(), template, added, eos_token="<|end_of_text|>")
 
 
-def cohere() -> PreTrainedTokenizerFast:
-    template = (
-        "{{ bos_token }}{% if messages[0].role == 'system' %}{% set talk = messages[1:] %}"
-        "{{ '<|START|><|SYSTEM|>' + messages[0].content + '<|END|>' }}"
-        "{% else %}{% set talk = messages %}{% endif %}"
-        "{% for m in talk %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('no alternation') }}{% endif %}"
-        "{% set who = '<|USER|>' if m.role == 'user' else '<|CHATBOT|>' %}"
-        "{{ '<|START|>' + who + m.content.strip() + '<|END|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}<|START|><|CHATBOT|>{% endif %}"
-    )
-    names = "BOS START END USER CHATBOT SYSTEM"
-    added = [_special(f"<|{name}|>") for name in names.split()]
-    backend = _byte_level(normalizers.NFC())
-    return _build(backend, template, added, bos_token="<|BOS|>", eos_token="<|END|>")
-
-
 def unigram() -> PreTrainedTokenizerFast:
     """NFKC first, control tokens that are matched after it, and a vocabulary that contains them."""
     backend = Tokenizer(models.Unigram())
@@ -475,7 +458,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     maker.__name__: cache(maker)
     for maker in (
         qwen3, qwen2_5, qwen3_coder, llama2, llama2_metaspace, llama3, gemma, mistral, zephyr, phi3,
-        phi4, deepseek, glm4, harmony, granite, cohere, unigram, wordpiece,
+        phi4, deepseek, glm4, harmony, granite, unigram, wordpiece,
         smollm3, edits_tags, edits_pieces, edits_symbols, edits_case, edits_length, edits_order,
         composes,
     )

@@ -67,9 +67,8 @@ def test_too_many_failures_stop_the_run_and_the_first_traceback_is_kept(tmp_path
     assert 'raise ConnectionError("the server is gone")' in kept
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_a_run_names_its_metrics_and_its_folder_loads_with_transformers_alone(rank):
-    agent = GSPOAgent(config=with_learner(tiny(), lora_rank=rank, learning_rate=1e-2))
+def test_a_run_names_its_metrics_and_its_folder_loads_with_transformers_alone():
+    agent = GSPOAgent(config=with_learner(tiny(), lora_rank=2, learning_rate=1e-2))
     history = agent.train()
     assert [step for step, m in history if "eval/success" in m] == [0, 2, 3]
     every = set().union(*(m for _, m in history))
@@ -85,8 +84,7 @@ def test_a_run_names_its_metrics_and_its_folder_loads_with_transformers_alone(ra
     }
     assert all(m.get("train/logprob_diff_max", 0.0) < 1e-4 for _, m in history)
     loaded = AutoModelForCausalLM.from_pretrained(agent.folder / "model")
-    model = agent.model.get_base_model() if rank else agent.model
-    model.set_attn_implementation("sdpa")
+    agent.model.get_base_model().set_attn_implementation("sdpa")
     ids = torch.tensor([[5, 9, 300, 20]])
     with torch.no_grad():
         torch.testing.assert_close(
@@ -135,19 +133,6 @@ def test_an_adapter_for_an_adapted_model_is_refused(model, tokenizer):
     config = with_learner(Config(model="given", tracker=find("tracker", "none")()), lora_rank=2)
     with pytest.raises(ConfigError, match="lora_rank is 2 and the model has an adapter"):
         GSPOAgent(adapted, config=config, tokenizer=tokenizer)
-
-
-@pytest.mark.slow
-def test_a_run_in_half_precision_trains_plays_and_saves_it():
-    agent = GSPOAgent(config=tiny(model_dtype="bfloat16", steps=1, eval_tasks=2, recipe=SHORT))
-    history = agent.train()
-    assert {p.dtype for p in agent.model.parameters()} == {torch.bfloat16}
-    last = history[-2][1]
-    assert last["train/skipped_steps"] == 0
-    assert 0 < last["train/logprob_diff_max"] < 0.5
-    saved = AutoModelForCausalLM.from_pretrained(agent.folder / "model")
-    assert saved.dtype == agent.model.dtype
-    assert GSPOAgent.load(agent.folder).model.dtype == agent.model.dtype
 
 
 def test_save_and_load_give_an_agent_that_acts_the_same(tmp_path):

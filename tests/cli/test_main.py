@@ -201,6 +201,6 @@ def test_a_users_own_classes_in_files_of_at_most_40_lines_train(root):
         assert len(Path(name.rpartition(":")[0]).read_text().splitlines()) <= 40
         flags += [f"--{kind}", name, *(w for k, v in settings.items() for w in (f"--{k}", str(v)))]
         tables[kind] = {"name": name, **settings}
-    main(["train", *TINY, *flags, "--output", "out"])
+    main(["train", *TINY, *flags, "--tracker", "none", "--output", "out"])
     saved = read_toml("out/config.toml")
     assert {kind: saved[kind] for kind in tables} == tables
