@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gspo_env.config import Config, override
+from gspo_env.recipes.tiny import Tiny
 
 
 def write_env(path, step, reset="return 'say', {}", **methods):
@@ -28,6 +29,24 @@ def tiny(**changes):
         "tracker": "none",
     }
     return override(override(Config.from_recipe(), settings), changes)
+
+
+def talks(**changes):
+    """The settings of a run of `talk.py`, which has a checkpoint after each step."""
+    settings = Config.from_recipe(
+        Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_learning_rate=1e-2),
+        env="talk.py:Talk",
+        steps=4,
+        tasks_per_step=3,
+        eval_every=2,
+        eval_tasks=4,
+        rollout={"group_size": 4, "max_turn_tokens": 8},
+        checkpoints={"save_every": 1, "keep": 9},
+        learner={"warmup_steps": 2},
+        tracker="none",
+        output="run",
+    )
+    return override(settings, changes)
 
 
 def timeless(history):

@@ -95,18 +95,6 @@ def test_a_tree_holds_every_sequence_and_no_shared_run_twice(sequences):
         assert all(r.depth >= run.depth + run.length for r in below)
 
 
-def test_a_worked_example(monkeypatch):
-    monkeypatch.setattr(prefix, "LEAST", 1)
-    a, b = np.array([1, 2, 3, 4, 5]), np.array([1, 2, 3, 9])
-    tree = build_tree([a, b], sort_by_prefix([a, b]))
-    assert [(r.start, r.length, r.depth, r.end) for r in tree.runs] == [
-        (0, 3, 0, 6),
-        (3, 2, 3, 5),
-        (5, 1, 3, 6),
-    ]
-    assert [p.tolist() for p in tree.places] == [[0, 1, 2, 3, 4], [0, 1, 2, 5]]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("share", [False, True])

@@ -132,7 +132,7 @@ def test_each_prompt_of_a_plain_environment_is_what_the_template_renders(chat, r
 
 def test_no_text_becomes_a_control_token(chat, request):
     name = request.node.callspec.params["chat"]
-    attack = ATTACK.attack(name, 25, tokenizer=chat.tokenizer)
+    attack = ATTACK.attack(name, 10, tokenizer=chat.tokenizer)
     assert {channel: texts for channel, _, texts in attack if texts} == {}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from runs import talks
 from virtual_clock import run
 
 from gspo_agents.gspo import GSPOAgent
@@ -38,30 +39,15 @@ from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.trust import record
 from gspo_env.types import Task
 
-SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_learning_rate=1e-2)
-
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, in_folder):
     shutil.copy(Path(__file__).parents[1] / "talk.py", tmp_path)
 
 
-def config(**changes):
-    made = Config.from_recipe(
-        SHORT,
-        env="talk.py:Uneven",
-        steps=5,
-        tasks_per_step=3,
-        eval_every=0,
-        eval_tasks=4,
-        rollout={"group_size": 4, "max_turn_tokens": 8},
-        supply={"max_staleness": 2},
-        checkpoints={"save_every": 1, "keep": 9},
-        learner={"warmup_steps": 2},
-        tracker="none",
-        output="run",
-    )
-    return override(made, changes)
+def ahead(**changes):
+    own = {"env": "talk.py:Uneven", "steps": 5, "eval_every": 0, "supply": {"max_staleness": 2}}
+    return talks(**{**own, **changes})
 
 
 def steps_of(history):
@@ -79,7 +65,7 @@ def tasks_of(run):
 
 @pytest.mark.slow
 def test_a_run_that_plays_ahead_learns_from_tokens_of_known_versions_and_resumes_them(tmp_path):
-    agent = GSPOAgent(config=config())
+    agent = GSPOAgent(config=ahead())
     history = agent.train()
     done = steps_of(history)
     assert [step for step, _ in done] == [1, 2, 3, 4, 5]
@@ -124,7 +110,7 @@ def test_episodes_go_on_while_a_checkpoint_is_written_and_the_weights_are_probed
     note(Checkpoints, "save", "written")
     note(Learner, "logprobs", "scored")
     note(probe, "difference", "probed")
-    GSPOAgent(config=config(steps=2, supply={"max_staleness": 1})).train()
+    GSPOAgent(config=ahead(steps=2, supply={"max_staleness": 1})).train()
     names = {what: set(found) for what, found in threads.items()}
     own, beside = {threading.current_thread().name}, {"learner"}
     assert names.pop("probed")
@@ -135,7 +121,7 @@ def test_episodes_go_on_while_a_checkpoint_is_written_and_the_weights_are_probed
 @pytest.mark.slow
 def test_an_engine_on_the_learners_weights_is_refused_before_anything_is_made():
     engine = f"{Path(__file__).parents[2] / 'examples/own_engine.py'}:Plain"
-    agent = GSPOAgent(config=config(engine={"name": engine}))
+    agent = GSPOAgent(config=ahead(engine={"name": engine}))
     with pytest.raises(ConfigError, match=r"max_staleness is 2, and the engine .* shares"):
         agent.train()
     assert not Path("run").exists()
@@ -144,7 +130,7 @@ def test_an_engine_on_the_learners_weights_is_refused_before_anything_is_made():
 def test_vllm_in_the_process_of_a_rank_is_refused():
     """Its groups would wait for the other ranks, which do not know of them."""
     with pytest.raises(ConfigError, match="the engine is 'vllm' and several ranks train"):
-        GSPOAgent(config=config(engine={"name": "vllm"}), ranks=object())
+        GSPOAgent(config=ahead(engine={"name": "vllm"}), ranks=object())
 
 
 @pytest.mark.parametrize(

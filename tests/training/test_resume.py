@@ -14,20 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import timeless
+from runs import talks, timeless
 from safetensors.torch import load_file
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
-from gspo_env.config import CheckpointConfig, Config, load_toml, override, to_toml
+from gspo_env.config import CheckpointConfig, load_toml, override, to_toml
 from gspo_env.credit.estimate import CreditConfig
 from gspo_env.errors import ConfigError, ModelError, OutputError
-from gspo_env.recipes.tiny import Tiny
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.resume import changed_config, seed_generators
 from gspo_env.trust import record
-
-SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_learning_rate=1e-2)
 
 WAYS = {
     "full": {},
@@ -55,23 +52,6 @@ TALK = Path(__file__).parents[1] / "talk.py"
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, in_folder):
     shutil.copy(TALK, tmp_path)
-
-
-def config(**changes):
-    made = Config.from_recipe(
-        SHORT,
-        env="talk.py:Talk",
-        steps=4,
-        tasks_per_step=3,
-        eval_every=2,
-        eval_tasks=4,
-        rollout={"group_size": 4, "max_turn_tokens": 8},
-        checkpoints={"save_every": 1, "keep": 9},
-        learner={"warmup_steps": 2},
-        tracker="none",
-        output="run",
-    )
-    return override(made, changes)
 
 
 def state(folder):
@@ -105,7 +85,7 @@ def cut(run, step, to):
     [w if w in ("full", "LoRA") else pytest.param(w, marks=pytest.mark.slow) for w in WAYS],
 )
 def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(way, tmp_path, capsys):
-    whole = GSPOAgent(config=config(**WAYS[way]))
+    whole = GSPOAgent(config=talks(**WAYS[way]))
     history = whole.train()
     best = max(m["eval/success"] for _, m in history if "eval/success" in m)
     assert any(m.get("train/grad_norm", 0) > 0 for _, m in history)
@@ -155,7 +135,7 @@ def done(tmp_path_factory):
     shutil.copy(TALK, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        GSPOAgent(config=config(steps=3)).train()
+        GSPOAgent(config=talks(steps=3)).train()
     return folder / "run"
 
 
@@ -233,7 +213,7 @@ def test_another_model_than_the_first_is_refused(done):
     base = done.parent / "base"
     if not base.exists():
         shutil.copytree(done / "model", base)
-    GSPOAgent(config=config(steps=1, model=str(base), output="named")).train()
+    GSPOAgent(config=talks(steps=1, model=str(base), output="named")).train()
     assert not Path("named/checkpoints/start").exists()
     shutil.copy(done / "checkpoints/start/model.safetensors", base)
     with pytest.raises(ModelError, match=r"has other weights than when the run 'named' began"):

@@ -15,7 +15,7 @@ from virtual_clock import run
 from gspo_env.config import Config
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
-from gspo_env.training.rollout_buffer import RolloutBuffer, StalenessGate
+from gspo_env.training.rollout_buffer import RolloutBuffer
 from gspo_env.types import Group, Task, bare_episode
 
 
@@ -300,17 +300,3 @@ def test_an_update_runs_beside_the_event_loop_and_its_error_reaches_the_caller()
         ticking.cancel()
 
     asyncio.run(work())
-
-
-def test_a_learner_that_takes_what_is_ready_first_leaves_no_time_for_the_slow_ones():
-    """Two groups of the first version are slow: the second update waits for one of them."""
-    gate = StalenessGate(1, 2)
-    for number in (0, 1, 2):
-        gate.admit(number)
-    assert gate.capacity == 0
-    assert gate.choose({2}) == [2]
-    gate.train([2], 1)
-    gate.admit(3)
-    # with 3 now, 0 and 1 would both have to be in the update after, which has one group
-    assert gate.choose({3}) is None
-    assert gate.choose({1, 3}) == [1]
