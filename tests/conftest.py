@@ -6,15 +6,13 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
 
 import hypothesis
 import numpy as np
 import pytest
 from learners import sample_of
 
-from gspo_env.batch.sample import Sample
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.env.registration import make_env
 from gspo_env.learner.stats import UpdateStats, to_cpu
@@ -102,20 +100,9 @@ def model(tokenizer):
     return tiny
 
 
-@dataclass(frozen=True)
-class Player:
-    """A model after a short imitation: it plays badly, but it ends its turns."""
-
-    env_id: str
-    model: Any
-    tokenizer: Any
-    chat: ChatTokenizer
-    samples: list[Sample]
-
-
 @pytest.fixture(scope="session")
 def player():
-    """A real model after a short warm-up on the look-up environment."""
+    """A real model after a short warm-up on the look-up environment: it ends its turns."""
     env_id = "gspo/Lookup-v0"
     env = make_env(env_id)
     config = Tiny(
@@ -125,7 +112,7 @@ def player():
     chat = ChatTokenizer(words)
     samples = imitation_samples(demonstrations, chat)
     warm_up(tiny, samples, config, 0, lambda step, loss: None)
-    return Player(env_id, tiny, words, chat, samples)
+    return SimpleNamespace(env_id=env_id, model=tiny, tokenizer=words, chat=chat, samples=samples)
 
 
 def make_samples(rng, count, vocabulary=200):

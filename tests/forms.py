@@ -1,9 +1,7 @@
 """Four forms of one agent, and the native environment that plays the same episodes.
 
-`native` is `gspo/Lookup-v0` over the rows of the programs: it rewards each hop at its turn and
-answers a call that cannot be parsed with an error message. `native-end` does what the programs do:
-it pays the same rewards at the last turn, and such a call ends the episode, since the agents return
-it as text.
+It is `gspo/Lookup-v0` over the rows of the programs and does what they do: it pays its rewards at
+the last turn, and a call that cannot be parsed ends the episode, as the agents return it as text.
 """
 
 from __future__ import annotations
@@ -23,13 +21,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "openai-agents": {"program": f"{EXAMPLES / 'lookup_openai_agents.py'}:run"},
     "langgraph": {"program": f"{EXAMPLES / 'lookup_langgraph.py'}:run"},
 }
-NATIVE = {"native": f"{__file__}:Native", "native-end": f"{__file__}:NativeEnd"}
 MAX_TURNS = 8
 LIMITS = {"max_turn_tokens": 32, "max_context": 512}
 
 
 class Native(LookupEnv):
     """The native look-up environment over the rows of the programs."""
+
+    gives_outcome = False
 
     def __init__(self, data: str) -> None:
         """Opens the rows."""
@@ -49,12 +48,6 @@ class Native(LookupEnv):
         self._row, self._links, self._progress = (index, row), row["links"], 0
         self._values = [question.split('"')[1], *row["path"]]
         return question
-
-
-class NativeEnd(Native):
-    """The same with what the agents do: rewards at the last turn, no turn after a broken call."""
-
-    gives_outcome = False
 
     def step(self, action: str) -> StepResult:
         """Keeps rewards back until the end."""

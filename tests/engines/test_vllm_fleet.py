@@ -380,6 +380,8 @@ def test_a_server_without_the_transfer_backend_is_named_with_its_reason(start, m
             assert name == "weight_transfer_config"
 
     plain = server.engine_arguments
+    transfer = SimpleNamespace(Weights=lambda: SimpleNamespace(set=list))
+    monkeypatch.setitem(sys.modules, "gspo_env.engines.vllm.transfer", transfer)
     monkeypatch.setattr(server, "engine_arguments", lambda *given: Forgetful(plain(*given)))
     with pytest.raises(EngineError, match=r"none of the 1 vLLM .*backend is None; expected 'nccl'"):
         start(transfer="nccl")

@@ -37,7 +37,7 @@ def kwargs(form, tmp_path):
 @forms
 def test_an_agent_plays_the_native_episode_id_by_id(form, kwargs, player):
     played = []
-    native = STUDY.NATIVE["native-end"], {"data": kwargs["data"]}
+    native = f"{STUDY.__file__}:Native", {"data": kwargs["data"]}
     for env, arguments in (native, ("gspo/Program-v0", kwargs)):
         settings = {"env": env, "env_kwargs": arguments, "tracker": "none"}
         config = Config.from_recipe(Recipe(), rollout=STUDY.LIMITS, **settings)
@@ -51,7 +51,7 @@ def test_an_agent_plays_the_native_episode_id_by_id(form, kwargs, player):
         assert (one.success, one.stop_reason) == (two.success, two.stop_reason)
 
 
-@forms
+@pytest.mark.parametrize("form", ["openai", "node"])
 def test_two_steps_of_training(form, kwargs, player, in_folder):
     env = {"env": "gspo/Program-v0", "env_kwargs": kwargs, "tracker": "none"}
     rollout = {"group_size": 2, **STUDY.LIMITS}

@@ -48,6 +48,7 @@ def test_without_noise_the_formulas_agree_with_all_groups_listed(name, turns, de
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("name", ["outcome", "returns_to_go", "td", "normalize_then_accumulate"])
 def test_with_noise_and_delay_the_formulas_agree_with_sampled_groups(name, delay):

@@ -35,6 +35,7 @@ from studies.credit.exact import (
 ESTIMATORS = sorted({*BUILTIN["advantage"]} - {"distillation"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "problem"),
     [

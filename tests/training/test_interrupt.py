@@ -52,16 +52,12 @@ from pathlib import Path
 class Notes:
     """Writes how the run was begun and how it ended."""
 
-    def start(self, run):
-        return Noted(run)
-
-
-class Noted:
     id = "the first"
     how_to_look = ""
 
-    def __init__(self, run):
+    def start(self, run):
         Path("begun").write_text(f"{dict(run.resume)}")
+        return self
 
     def log(self, metrics, step):
         pass
