@@ -142,39 +142,6 @@ def test_a_pool_closes_every_environment_and_those_that_wait_side_by_side(blocki
     assert closed == [not blocking] * 8
 
 
-class Quick(Echo):
-    """An environment that stays on the event loop."""
-
-    blocking = False
-
-
-@pytest.mark.parametrize("broken", [0, 1])
-def test_episodes_that_wait_for_the_first_environment_begin_together(broken):
-    made, rounds = [], 0
-
-    def make():
-        made.append(len(made))
-        if made[-1] < broken:
-            raise OSError("no room")
-        return Quick()
-
-    async def fill():
-        nonlocal rounds
-        waiting = [asyncio.create_task(pool.acquire()) for _ in range(64)]
-        await asyncio.wait(waiting[broken:], return_when=asyncio.FIRST_COMPLETED)
-        while not all(task.done() for task in waiting):
-            rounds += 1
-            await asyncio.sleep(0)
-        return await asyncio.gather(*waiting, return_exceptions=True)
-
-    pool = EnvPool(make)
-    found = asyncio.run(fill())
-    assert [isinstance(env, Quick) for env in found] == [n >= broken for n in range(64)]
-    # with one in each round, an engine computes a step for each episode that begins
-    assert rounds < 8
-    pool.close()
-
-
 class TokenJudge(Echo):
     """Gives each sampled token an advantage by its id, and masks the last one of each action."""
 

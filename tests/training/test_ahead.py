@@ -33,9 +33,6 @@ from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector, RolloutRequest
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.training import loop
-from gspo_env.training import weight_check as probe
-from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.trust import record
 from gspo_env.types import Task
 
@@ -90,32 +87,6 @@ def test_a_run_that_plays_ahead_learns_from_tokens_of_known_versions_and_resumes
     assert [step for step, _ in steps_of(history)] == [1, 2, 3, 4, 5]
     assert max(m["rollout/staleness_max"] for _, m in steps_of(history)) <= 2
     assert tasks_of(part)[5] == (15, [])
-
-
-@pytest.mark.slow
-def test_episodes_go_on_while_a_checkpoint_is_written_and_the_weights_are_probed(monkeypatch):
-    """The state is read on the event loop, where nothing happens meanwhile, and written beside."""
-    threads = {"read": [], "written": [], "scored": [], "probed": []}
-
-    def note(owner, name, what):
-        real = getattr(owner, name)
-
-        def noted(*given, **named):
-            threads[what].append(threading.current_thread().name)
-            return real(*given, **named)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(loop, "generator_states", "read")
-    note(Checkpoints, "save", "written")
-    note(Learner, "logprobs", "scored")
-    note(probe, "difference", "probed")
-    GSPOAgent(config=ahead(steps=2, supply={"max_staleness": 1})).train()
-    names = {what: set(found) for what, found in threads.items()}
-    own, beside = {threading.current_thread().name}, {"learner"}
-    assert names.pop("probed")
-    assert names == {"read": own, "written": beside, "scored": beside}
-    assert len(threads["written"]) == 3
 
 
 @pytest.mark.slow
