@@ -29,7 +29,7 @@ class Writer:
         self.write({"name": name, "text": text})
 
     def artifact(self, path, folder=""):
-        if self.folder not in path.parents:  # the files of the run are already here
+        if self.folder.resolve() not in path.resolve().parents:  # else it is already here
             shutil.copy(path, self.folder)
 
     def finish(self, status, reason):
