@@ -35,7 +35,7 @@ from gspo_env.episodes import read_episodes
 
 STEPS, TASKS = 5, 5
 KEY = "a-key-of-this-program"
-ON_THE_WAY = 1.0
+ON_THE_WAY = 2.0
 """Seconds before the kill in which an answer may not have been kept."""
 WINDOW = 30.0
 """Seconds in which requests are counted."""
@@ -147,6 +147,7 @@ def _play(proxy: Proxy, options: argparse.Namespace, config: Path) -> list[str]:
     process = subprocess.Popen([*train, *flags])
     while len(proxy.answers) < options.episodes // 2 and process.poll() is None:
         time.sleep(0.02)
+    time.sleep(0.5)
     process.send_signal(signal.SIGKILL)
     killed, before = time.monotonic(), len(proxy.answers)
     if process.wait() != -signal.SIGKILL:
@@ -167,7 +168,7 @@ def _check_requests(proxy: Proxy, killed: float, before: int, per_minute: float)
     print(
         f"{len(proxy.arrivals)} requests, {before} answered before the kill and "
         f"{len(proxy.answers)} in all, {proxy.failed} failed, {proxy.garbled} garbled; "
-        f"{len(twice)} answered twice, {len(lost)} of them because the kill was on the way\n"
+        f"{len(twice)} answered twice, {len(lost)} of them first in the last moment before the kill\n"
         f"at most {max(windows)} requests in {WINDOW:g} s, where {limit:g} may begin"
     )
     problems = ["a question was answered twice"] if len(twice) > len(lost) else []
