@@ -168,7 +168,7 @@ def _check_requests(proxy: Proxy, killed: float, before: int, per_minute: float)
     print(
         f"{len(proxy.arrivals)} requests, {before} answered before the kill and "
         f"{len(proxy.answers)} in all, {proxy.failed} failed, {proxy.garbled} garbled; "
-        f"{len(twice)} answered twice, {len(lost)} of them first in the last moment before the kill\n"
+        f"{len(twice)} answered twice, {len(lost)} of them first just before the kill\n"
         f"at most {max(windows)} requests in {WINDOW:g} s, where {limit:g} may begin"
     )
     problems = ["a question was answered twice"] if len(twice) > len(lost) else []
