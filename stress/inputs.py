@@ -128,7 +128,45 @@ class E(ToolEnv):
     "scalar.json": b"3",
     "nul.csv": b"a,b\n\x00,1\n",
     "rew.py": b"def exact(completions, answer, **k):\n"
-    b"    return [float(a in c) for c, a in zip(completions, answer)]\n",
+    b"    return [float(a in c) for c, a in zip(completions, answer)]\n"
+    b"def grade(completions, solution, **k):\n"
+    b"    return [float(s in c) for c, s in zip(completions, solution)]\n",
+    "program.py": b"def bare(task):\n    return 1.0\n"
+    b"def silent(task, base_url, api_key):\n    return 1.0\n",
+    "two.py": b"""import sqlite3
+from gspo_env import ToolEnv, format_tool_call, tool
+class Stock(ToolEnv):
+    max_turns = 4
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.db = sqlite3.connect(":memory:")
+        self.db.execute("create table parts (name text, shelf text, pieces int)")
+        self.pieces = int(self.np_random.integers(10, 100))
+        self.db.execute("insert into parts values ('bolt', 'A', ?)", (self.pieces,))
+        self.called = []
+        return "How many bolts are there?", {"task_key": self.pieces}
+    @tool
+    def find_shelf(self, part: str) -> str:
+        \"\"\"Find the shelf of a part.\"\"\"
+        rows = self.db.execute("select shelf from parts where name = ?", (part,)).fetchall()
+        return str(rows[0][0]) if rows else "no such part"
+    @tool
+    def count(self, part: str, shelf: str) -> str:
+        \"\"\"Count the pieces of a part on a shelf.\"\"\"
+        where = "select pieces from parts where name = ? and shelf = ?"
+        return str((self.db.execute(where, (part, shelf)).fetchone() or [0])[0])
+    def on_tool_result(self, call, result):
+        self.called.append(call.name)
+        return 0.1
+    def on_final(self, text):
+        return "", float(text.strip() == str(self.pieces)), True
+    def expert_action(self, noise=0.0):
+        if "find_shelf" not in self.called:
+            return format_tool_call("find_shelf", {"part": "bolt"})
+        if "count" not in self.called:
+            return format_tool_call("count", {"part": "bolt", "shelf": "A"})
+        return str(self.pieces)
+""",
 }
 """The files of the folder in which inputs are typed."""
 
