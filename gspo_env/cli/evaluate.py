@@ -64,7 +64,7 @@ class Evaluate:
             raise ConfigError(f"temperature is {self.temperature}; expected a number of at least 0")
         model = self.model or self.folder
         from gspo_env.cli.options import one_or_several
-        from gspo_env.health.evaluation import check_success
+        from gspo_env.health.evaluation import check_first_evaluation
         from gspo_env.tracking.console import Progress
 
         if model == "scripted":
@@ -101,7 +101,7 @@ class Evaluate:
                 )
             print_episodes(groups, self.show)
             print_scores(groups, agent.split(len(groups)))
-            if finding := check_success(groups, "in this evaluation"):
+            for finding in check_first_evaluation(agent.config, groups, "in this evaluation"):
                 print(f"note     {finding}")
 
 

@@ -21,9 +21,17 @@ _NEARLY_ALL = 0.95
 """Share of successes in an evaluation from which their definition is doubtful."""
 
 
-def check_first_evaluation(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
-    """Yields why training would learn little from episodes like those of the first evaluation."""
-    if finding := check_success(groups):
+def check_first_evaluation(
+    config: Config, groups: Sequence[Group], when: str = "before training"
+) -> Iterator[Finding]:
+    """Yields why training would learn little from episodes like those of an evaluation.
+
+    Args:
+        config: The settings of the run.
+        groups: Episodes of the evaluation.
+        when: When they were played, for the sentence.
+    """
+    if finding := check_success(groups, when):
         yield finding
     episodes = [e for group in groups for e in group.episodes if not e.failed]
     if not config.model or not episodes:
@@ -44,7 +52,7 @@ def check_first_evaluation(config: Config, groups: Sequence[Group]) -> Iterator[
     listed = f"{', '.join(most)} and {last}" if most else last
     yield Finding(
         name="zero_shot",
-        text=f"Of the {len(episodes)} episodes before training, {listed}.",
+        text=f"Of the {len(episodes)} episodes {when}, {listed}.",
         advice="Imitate longer (--imitation-steps), or use easier tasks."
         if config.recipe.demonstrates
         else IMITATE,
@@ -52,12 +60,7 @@ def check_first_evaluation(config: Config, groups: Sequence[Group]) -> Iterator[
 
 
 def check_success(groups: Sequence[Group], when: str = "before training") -> Finding | None:
-    """Returns a finding if nearly all episodes succeed only because their outcome is above 0.
-
-    Args:
-        groups: Episodes of an evaluation.
-        when: When they were played, for the sentence.
-    """
+    """Returns a finding if nearly all episodes succeed only because their outcome is above 0."""
     episodes = [e for group in groups for e in group.episodes if not e.failed and e.turns]
     outcomes = [episode.outcome for episode in episodes]
     if not episodes or any(e.turns[-1].info.success is not None for e in episodes):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +55,21 @@ def load_gguf(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     dtype = "float32" if dtype == "auto" else dtype
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     try:
-        head_dim = _check_file(name, path)
-        config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False, **where)
-        if head_dim is not None:
-            config.head_dim = head_dim  # which transformers does not read for every architecture
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **where)
-        load: Any = AutoModelForCausalLM
-        model, report = load.from_pretrained(
-            path.parent,
-            config=config,
-            dtype=torch.float32,  # as it is dequantised; else transformers warns of its kernels
-            output_loading_info=True,
-            trust_remote_code=False,
-            **where,
-        )
+        with _read_once():
+            head_dim = _check_file(name, path)
+            config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False, **where)
+            if head_dim is not None:  # which transformers does not read for every architecture
+                config.head_dim = head_dim
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **where)
+            load: Any = AutoModelForCausalLM
+            model, report = load.from_pretrained(
+                path.parent,
+                config=config,
+                dtype=torch.float32,  # as it is dequantised; else transformers warns of its kernels
+                output_loading_info=True,
+                trust_remote_code=False,
+                **where,
+            )
     except ModelError:
         raise
     except Exception as error:  # damaged files raise anything
@@ -90,6 +93,25 @@ def load_gguf(name: str, dtype: str = "auto") -> tuple[Any, Any]:
         "%s: %s weights as %s, trained and saved as an ordinary model", name, path.name, dtype
     )
     return model, tokenizer
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Lets `transformers` parse the file once, and its map of names once, not for each module.
+
+    Each does so again otherwise, which is more than half of the time to load a small model.
+    """
+    import gguf
+
+    names = ("GGUFReader", "get_tensor_name_map")
+    originals = {name: getattr(gguf, name) for name in names}
+    try:
+        for name, original in originals.items():
+            setattr(gguf, name, cache(original))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(gguf, name, original)
 
 
 def _packaged_file(name: str) -> Path:

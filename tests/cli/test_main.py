@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,12 @@ def test_train_says_both_figures_and_evaluate_reports_its_folder(capsys, tmp_pat
     output = capsys.readouterr().out
     assert output.count("system prompt:") == 3
     assert "2 sampled" in output
+    shutil.copytree("out/model", "plain", ignore=shutil.ignore_patterns("gspo_env.json"))
+    plain = ["--model", "plain", "--env", "gspo/Lookup-v0"]
+    main(["evaluate", *plain, "--tasks", "3", "--max-turn-tokens", "1"])
+    output = capsys.readouterr().out
+    assert "Of the 3 episodes in this evaluation, none succeeds" in output
+    assert "--recipe imitate" in output
     main(["evaluate", "scripted", "--env", "gspo/Calculator-v0", "--tasks", "8"])
     assert "success  100.0%" in capsys.readouterr().out
 
