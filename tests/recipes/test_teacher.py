@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from cli_errors import refused
+from runs import timeless
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.chat import ChatTokenizer
@@ -101,11 +102,6 @@ def test_a_run_that_continues_a_model_that_has_imitated_does_not_imitate_again(h
         assert again.recipe.demonstrations == agent.config.recipe.demonstrations
 
 
-def untimed(history):
-    timed = ("time/", "_per_second", "memory")
-    return [(n, {k: v for k, v in m.items() if not any(t in k for t in timed)}) for n, m in history]
-
-
 @pytest.mark.parametrize("rank", [0, 8])
 def test_a_run_from_a_saved_start_equals_the_run_that_imitates_itself(half, tmp_path, rank):
     settings = override(
@@ -114,7 +110,7 @@ def test_a_run_from_a_saved_start_equals_the_run_that_imitates_itself(half, tmp_
     GSPOAgent(config=settings).save_start(tmp_path / "start", Progress())
     one = GSPOAgent(config=settings).train()
     other = override(settings, {"output": str(tmp_path / "other")})
-    assert untimed(GSPOAgent.from_start(tmp_path / "start", other).train()) == untimed(one)
+    assert timeless(GSPOAgent.from_start(tmp_path / "start", other).train()) == timeless(one)
 
 
 @pytest.mark.slow
@@ -133,7 +129,7 @@ def test_all_arms_of_a_comparison_start_from_one_imitation_of_the_model(half, tm
     assert not [r.error for r in results if r.error]
     firsts = {r.run.seed: [] for r in results}
     for result in results:
-        firsts[result.run.seed].append(untimed(result.history)[0])
+        firsts[result.run.seed].append(timeless(result.history)[0])
     assert all(first == same[0] for same in firsts.values() for first in same)
     assert len(list((tmp_path / "out/starts").iterdir())) == 2
 

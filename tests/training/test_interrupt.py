@@ -127,13 +127,8 @@ def points():
     return [(p["step"], name) for p in map(json.loads, lines) for name in p["metrics"]]
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_and_exit_code_0(number):
     process = start("--config", "run.toml")
     until("run/checkpoints/step-000002", process)
