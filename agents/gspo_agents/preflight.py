@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ class Sizes:
     trained: int
     """The number of those that train."""
     adapter_width: int
-    """Weights of an adapter of rank 1."""
+    """Weights of an adapter of rank 1 on every linear layer."""
     weight: int
     """Of one weight."""
     layers: int
@@ -228,7 +229,7 @@ def check(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> list[Finding]:
 
 def _check(agent: GSPOAgent, model: Any, demonstrations: Sequence[Episode]) -> list[Finding]:
     began, config, free = time.perf_counter(), agent.config, free_memory(agent.model)
-    sizes, progress = _sizes(agent.model, config), Progress()
+    sizes, progress = _sizes(agent.model), Progress()
     groups, recipe, minibatches = config.tasks_per_step, config.recipe, config.learner.minibatches
     episodes, evaluated = groups * config.rollout.group_size, 2 * config.eval_tasks
     slots = config.rollout.concurrency
@@ -310,37 +311,25 @@ def _describe(sizes: Sizes, parts: Mapping[str, float], free: float) -> str:
 
 
 def _trained(sizes: Sizes, config: Config) -> int:
-    return config.learner.lora_rank * sizes.adapter_width or sizes.trained
+    whole = sizes.trained == sizes.parameters  # else the adapter is there already
+    return whole * config.learner.lora_rank * sizes.adapter_width or sizes.trained
 
 
-def _sizes(model: Any, config: Config) -> Sizes:
-    shape, targets = model.config.get_text_config(), config.learner.lora_targets
-    names = {name.strip() for name in targets.split(",")}
-    adapted = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not model.get_output_embeddings()
-        and ".lora_" not in name
-        and (targets == "all-linear" or _plain(name) in names)
-    ]
+def _sizes(model: Any) -> Sizes:
+    shape, head = model.config.get_text_config(), model.get_output_embeddings()
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
     weight, heads = next(model.parameters()).element_size(), shape.num_attention_heads
     size = getattr(shape, "head_dim", None) or shape.hidden_size // heads
     heads = getattr(shape, "num_key_value_heads", None) or heads
     return Sizes(
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        adapter_width=sum(layer.in_features + layer.out_features for layer in adapted),
+        adapter_width=sum(layer.in_features + layer.out_features for layer in linear),
         weight=weight,
         layers=shape.num_hidden_layers,
         hidden=shape.hidden_size * weight,
         cached_token=2 * shape.num_hidden_layers * heads * size * weight,
     )
-
-
-def _plain(name: str) -> str:
-    """Returns the last part of a layer's name, without that of an adapter around it."""
-    return name.removesuffix(".base_layer").rpartition(".")[2]
 
 
 def free_memory(model: Any) -> float:
@@ -428,10 +417,9 @@ def _read(samples: Sequence[Sample]) -> Lengths:
     """Returns the mean lengths of samples, and the greatest."""
     first = {sample.episode: sample for sample in reversed(samples)}
     prompts = [s.token_ids[: int(s.mask.argmax())].tolist() for s in first.values()]
-    count, shortest = len(prompts), min(map(len, prompts))
-    ids = np.array([prompt[:shortest] for prompt in prompts])
-    same = [*(ids == ids[0]).all(0).tolist(), False]
-    shared = same.index(False) if count > 1 else 0
+    count = len(prompts)
+    same = takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts, strict=False))
+    shared = len(list(same)) if count > 1 else 0
     prompt = sum(map(len, prompts)) / count
     sampled = sum(int(sample.mask.sum()) for sample in samples) / count
     total = sum(len(sample.token_ids) for sample in samples) / count

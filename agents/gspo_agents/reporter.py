@@ -25,8 +25,7 @@ from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.tracking.base import MODEL, SUMMARY, RunInfo
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker
-from gspo_env.tracking.provenance import commit, versions
-from gspo_env.tracking.system import SystemMetrics
+from gspo_env.tracking.system import SystemMetrics, commit, versions
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.loop import History, Place
 from gspo_env.training.split import Split

@@ -226,7 +226,7 @@ def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trai
         ranks: Those of the run, of which this is the first; None for one process.
     """
     if ranks is not None:
-        make: Any = load_function("gspo_env.distributed.launch:make_controller", "learner")
+        make: Any = load_function("gspo_env.distributed.controller:make_controller", "learner")
         controller: Trainer = make(ranks, model, config)
         return controller
     return Learner(model, **learner_arguments(config))

@@ -22,8 +22,7 @@ import numpy as np
 from gymnasium.utils.env_checker import check_env as check_by_gymnasium
 from gymnasium.utils.env_checker import data_equivalence
 
-from gspo_env.check.actions import HOSTILE, random_policy
-from gspo_env.check.calls import bug_in, valid_call
+from gspo_env.check.actions import HOSTILE, bug_in, random_policy, valid_call
 from gspo_env.credit.scores import ScoreChoice
 from gspo_env.env.base import Action, TextEnv, attribute, clean
 from gspo_env.env.info import declared_score, parse_step

@@ -11,7 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
 
 import tyro
 
@@ -166,7 +166,7 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     config = _with_score_of_file(config, file, "advantage" in choices, env)
     paths = {resolve(config, flag): texts for flag, texts in flags.items()}
     if "--help" in options and (group := options[-1]) != "--help":
-        load_function("gspo_env.cli.section:print_options", "help")(config, group)
+        load_function("gspo_env.cli.options:print_options", "help")(config, group)
     config = override(config, nested({p: _value(config, p, t) for p, t in paths.items()}))
     shown = {kind: name_of(kind, getattr(config, kind)) for kind in BUILTIN}
     return command(choices=Choices(config=file, **shown), settings=config, **table), options
@@ -275,3 +275,31 @@ def _with_score_of_file(
             *(score, file, format_env(env)),
         )
     return config
+
+
+def print_options(config: Config, group: str) -> NoReturn:
+    """Prints the options of one section and exits.
+
+    Args:
+        config: The settings, whose values are shown as the defaults.
+        group: The section.
+
+    Raises:
+        ConfigError: There is no such section.
+    """
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    sections = [name for name, value in values.items() if dataclasses.is_dataclass(value)]
+    if group not in sections:
+        raise ConfigError(f"there is no section {group!r}; expected one of: {', '.join(sections)}")
+    section: Any = values[group]
+    if not dataclasses.fields(section):
+        title = f"{group} {name_of(group, section)!r}" if group in BUILTIN else group
+        others = f"; --{group} takes: {', '.join(names(group))}" if group in BUILTIN else ""
+        print(f"{title} has no settings{others}")
+        raise SystemExit(0)
+    page: Any = dataclasses.make_dataclass(
+        "Page", [(group, type(section), dataclasses.field(default=section))]
+    )
+    markers = (tyro.conf.FlagConversionOff,)
+    tyro.cli(page, args=["--help"], prog="gspo-env", registry=PRIMITIVES, config=markers)
+    raise SystemExit(0)

@@ -34,7 +34,7 @@ class Train(Run):
     def run(self) -> None:
         """Trains, in this process or as one of several that torchrun started."""
         if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            load_function("gspo_env.distributed.launch:run_as_rank", "launch")(self._train)
+            load_function("gspo_env.distributed.controller:run_as_rank", "launch")(self._train)
         else:
             self._train()
 
@@ -54,7 +54,7 @@ class Train(Run):
         together, run = {}, self.resume
         if ranks is not None:
             together["ranks"] = ranks
-            restarted_run = load_function("gspo_env.distributed.launch:restarted_run", "launch")
+            restarted_run = load_function("gspo_env.distributed.controller:restarted_run", "launch")
             run = restarted_run(config) or run
         if not run:
             kind(config=config, **together).train()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gspo_env.batch.packing import pack
 from gspo_env.batch.sample import PackedBatch, Sample
+from gspo_env.config import Config, from_dict, learner_arguments, to_toml
 from gspo_env.distributed.learner import ShardedLearner
 from gspo_env.distributed.messages import (
     Share,
@@ -22,7 +28,7 @@ from gspo_env.distributed.messages import (
     unpack_passes,
     unpack_shares,
 )
-from gspo_env.distributed.ranks import OneRankFailed, Ranks
+from gspo_env.distributed.ranks import OneRankFailed, Ranks, join
 from gspo_env.distributed.shards import ModelSpec, full_tensor, gather_weights, reshard, shard
 from gspo_env.errors import GspoEnvError, ModelError, above
 from gspo_env.learner import state
@@ -32,6 +38,8 @@ from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.stats import TokenValues, UpdateStats
 from gspo_env.model.check import RunMode, check_model
 from gspo_env.model.scorer import Scorer
+from gspo_env.runtime.processes import die_with_parent
+from gspo_env.training.checkpoints import step_folders
 
 CHECK_BOUND = 1e-3
 """Largest difference in nats between the whole model and the one in shards, in float32."""
@@ -250,3 +258,35 @@ def _receive_tensors(ranks: Ranks, member: _Member) -> Iterator[tuple[str, Tenso
     while (message := ranks.next_command())["command"] == "tensor":
         empty = torch.empty(message["shape"], dtype=getattr(torch, message["dtype"]))
         yield message["name"], member.distribute(message["name"], empty)
+
+
+def run_as_rank(train: Callable[[Ranks], None]) -> None:
+    """Joins the other ranks; rank 0 trains, and the others serve it until it ends the run.
+
+    Args:
+        train: Trains, given the ranks; called by rank 0.
+
+    Raises:
+        TrainingError: Rank 0 has died.
+    """
+    die_with_parent(os.getppid())
+    with join() as ranks:
+        if ranks.rank == 0:
+            train(ranks)
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the run ends
+        logging.getLogger("gspo_env").setLevel(logging.ERROR)  # rank 0 warns of the same
+        serve(ranks, lambda text: Plan(**learner_arguments(from_dict(tomllib.loads(text)))))
+
+
+def make_controller(ranks: Ranks, model: Any, config: Config) -> Controller:
+    """Makes the learner of rank 0."""
+    return Controller(ranks, model, Plan(**learner_arguments(config)), to_toml(config))
+
+
+def restarted_run(config: Config) -> str:
+    """Returns the folder of the run that torchrun started these ranks again for, or ''."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    resumable = config.output and step_folders(Path(config.output, "checkpoints"))
+    return config.output if restarted and resumable else ""

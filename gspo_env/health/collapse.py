@@ -6,8 +6,6 @@ best evaluation, or 3.5 in two evaluations in a row. In addition, one of these m
 - Success is at most half of the best.
 - The return is lower by one standard deviation of the returns, and by half of the gain since the
   first evaluation (half of the best, if there was no gain).
-- Half as much is lost, and episodes have at most a quarter of the tokens or turns of the best
-  evaluation, or at least half of them end with a truncated action, twice the share at the best.
 
 So neither chance nor a policy that oscillates by less than half counts as a collapse.
 """
@@ -21,7 +19,6 @@ from statistics import NormalDist
 
 from gspo_env.health.findings import Finding
 from gspo_env.rollout.metrics import Evaluation
-from gspo_env.types import StopReason
 
 _CERTAIN = 5.0
 """Standard errors of a fall that is not chance, although the best is the highest of many."""
@@ -40,27 +37,17 @@ class EvalSnapshot:
     success: float
     mean_return: float
     return_std: float
-    turns: float | None = None
-    tokens: float | None = None
-    """Sampled tokens of an episode; None if unknown."""
-    truncated: float | None = None
-    """Share of the episodes with an action that reached the limit of tokens."""
 
     @classmethod
     def of(cls, step: int, evaluation: Evaluation) -> EvalSnapshot:
         """Summarises the sampled episodes of an evaluation."""
-        episodes = [e for group in evaluation.groups for e in group.episodes if not e.failed]
-        stats, count = evaluation.sampled, max(1, len(episodes))
-        truncated = sum(e.stop_reason is StopReason.MAX_TURN_TOKENS for e in episodes)
+        stats = evaluation.sampled
         return cls(
             step=step,
-            episodes=len(episodes),
+            episodes=sum(not e.failed for group in evaluation.groups for e in group.episodes),
             success=stats.success,
             mean_return=stats.mean_return,
             return_std=stats.return_std,
-            turns=stats.turns,
-            tokens=sum(e.model_tokens for e in episodes) / count,
-            truncated=truncated / count,
         )
 
     @classmethod
@@ -74,7 +61,6 @@ class EvalSnapshot:
             success=metrics[f"{prefix}/success"],
             mean_return=metrics.get(f"{prefix}/return", 0.0),
             return_std=metrics.get(f"{prefix}/return_std", float("inf")),
-            turns=metrics.get(f"{prefix}/turns"),
         )
 
 
@@ -161,41 +147,14 @@ def _fall(evaluations: Sequence[EvalSnapshot], threshold: float) -> str:
     gain = highest.mean_return - before[0].mean_return
     scale = gain / 2 if gain > 0 else abs(highest.mean_return) / 2
     success_drop, return_drop = best.success - now.success, highest.mean_return - now.mean_return
-    large_success = best.success / 2
-    large_return = max(scale, highest.return_std, now.return_std)
-    success_fell = success_fall(best, now) >= threshold
-    return_fell = return_fall(highest, now) >= threshold
-    if success_fell and success_drop >= large_success:
+    if success_fall(best, now) >= threshold and success_drop >= best.success / 2:
         return _sentence("success", f"{now.success:.1%}", f"{best.success:.1%}", now, best)
-    if return_fell and return_drop >= large_return:
+    large = max(scale, highest.return_std, now.return_std)
+    if return_fall(highest, now) >= threshold and return_drop >= large:
         values = f"{now.mean_return:.3g}", f"{highest.mean_return:.3g}"
         return _sentence("return", *values, now, highest)
-    if success_fell and success_drop >= large_success / 2 and (text := _shape(best, now)):
-        return text
-    if return_fell and return_drop >= large_return / 2:
-        return _shape(highest, now)
     return ""
 
 
-def _shape(best: EvalSnapshot, now: EvalSnapshot) -> str:
-    """Describes episodes that have become much shorter, or actions that are truncated."""
-    for name in ("tokens", "turns"):
-        after, before = getattr(now, name), getattr(best, name)
-        if None not in (after, before) and after <= before / 4:
-            return _sentence(f"{name} of an episode", f"{after:.1f}", f"{before:.1f}", now, best)
-    before_share = best.truncated or 0.0
-    if now.truncated is not None and now.truncated >= max(0.5, 2 * before_share):
-        what = "episodes truncated at rollout.max_turn_tokens"
-        return _sentence(what, f"{now.truncated:.0%}", f"{before_share:.0%}", now, best, "rose")
-    return ""
-
-
-def _sentence(
-    what: str,
-    value: str,
-    before: str,
-    now: EvalSnapshot,
-    best: EvalSnapshot,
-    verb: str = "fell",
-) -> str:
-    return f"{what} {verb} to {value} after step {now.step}, from {before} after step {best.step}"
+def _sentence(what: str, value: str, before: str, now: EvalSnapshot, best: EvalSnapshot) -> str:
+    return f"{what} fell to {value} after step {now.step}, from {before} after step {best.step}"

@@ -150,7 +150,7 @@ class RunRecord:
 
     def training(self, steps: IntArray) -> EvalSnapshot | None:
         """Returns how good the policy was in some training steps; None if that was not logged."""
-        names = ("success", "return", "return_std", "turns")
+        names = ("success", "return", "return_std")
         means = {name: self.mean(f"rollout/{name}", steps) for name in names}
         if means["success"] is None:
             return None

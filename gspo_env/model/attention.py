@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from gspo_env.batch.upload import upload
+from gspo_env.batch.packing import upload
 from gspo_env.errors import ModelError
 from gspo_env.model import flash as varlen
 

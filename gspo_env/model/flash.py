@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from gspo_env.batch.upload import upload
+from gspo_env.batch.packing import upload
 
 _HALF = (torch.float16, torch.bfloat16)
 _LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gspo_env.batch.packing import upload
 from gspo_env.batch.prefix import Run
-from gspo_env.batch.upload import upload
 from gspo_env.model import flash as varlen
 from gspo_env.model.attention import PackedAttention, buckets, sdpa, widened
 

@@ -18,8 +18,18 @@ from typing import Any
 
 from gspo_env.errors import ConfigError, SandboxUnavailableError
 from gspo_env.runtime.processes import PrivateFolder, read_streams
-from gspo_env.sandbox.commands import PORT, CommandEnd, JailedCommand, jailed, wait_for_end
-from gspo_env.sandbox.launcher import GRACE_SECONDS, begin, exit_code, launch, make_request
+from gspo_env.sandbox.launcher import (
+    GRACE_SECONDS,
+    PORT,
+    CommandEnd,
+    JailedCommand,
+    begin,
+    exit_code,
+    jailed,
+    launch,
+    make_request,
+    wait_for_end,
+)
 
 __all__ = [
     "PORT",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import TYPE_CHECKING, Any, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -130,13 +129,3 @@ class Connection(H11Protocol):
         elif not waits and self._head is not None:
             self._head.cancel()
             self._head = None
-
-
-def forget(connections: Any) -> None:
-    """Closes the copies of sockets that a forked child has, and leaves the parent's as they are."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for connection in list(connections):
-        number = connection.transport.get_extra_info("socket").fileno()
-        if number >= 0:
-            os.dup2(nothing, number, inheritable=False)  # the parent's event loop shares our epoll
-    os.close(nothing)

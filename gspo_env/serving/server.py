@@ -169,16 +169,6 @@ class PolicyServer:
             self._thread.join(_END_SECONDS)
         self._socket.close()
 
-    def leave_to_parent(self) -> None:
-        """Closes the sockets that a forked child shares with its parent."""
-        from gspo_env.serving.connection import forget
-
-        for session in self._sessions.values():
-            for listener, _ in session.listeners:
-                listener.close()
-        self._socket.close()
-        forget(self._server.server_state.connections)
-
     def _call(self, function: Callable[[], None]) -> None:
         try:
             self._loop.call_soon_threadsafe(function)
@@ -233,17 +223,5 @@ def _close_shared() -> None:
         _SHARED.pop().close()
 
 
-def _after_fork() -> None:
-    global _LOCK
-    _LOCK = threading.Lock()
-    _FORGOTTEN.extend(_SHARED)
-    _SHARED.clear()
-    for shared in _FORGOTTEN:
-        shared.leave_to_parent()
-
-
-_FORGOTTEN: list[PolicyServer] = []
-"""In a child: addresses of the parent. They are kept, because the end of an event loop would
-change the parent's."""
 atexit.register(_close_shared)
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_SHARED.clear)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hybrid import Hybrid, train
 
-from gspo_env.engines.embedded.model_cache import ModelCache
+from gspo_env.engines.embedded.unpacked import ModelCache
 from gspo_env.errors import ModelError
 from gspo_env.model import check
 

@@ -20,7 +20,7 @@ from runs import write_env
 from gspo_env import TextEnv, ToolEnv, tool
 from gspo_env.chat import TextEncoder
 from gspo_env.check import check_env
-from gspo_env.check.calls import valid_call
+from gspo_env.check.actions import valid_call
 from gspo_env.cli.main import main
 from gspo_env.env.tools import ToolCall, as_tool, format_tool_call
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentHangError

@@ -13,7 +13,7 @@ from device_cases import LOSSES, with_prefix
 from learners import adapted
 from pretend_device import pretend_gpu
 
-from gspo_env.batch.upload import upload
+from gspo_env.batch.packing import upload
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.learner import GSPO, Learner, LearnerConfig

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.batch.upload import upload
+from gspo_env.batch.packing import upload
 from gspo_env.engines.base import Completion, Engine, NamedTensors, Sampling, check_room, drained
 from gspo_env.engines.embedded.direct import DirectForward, start_direct
 from gspo_env.engines.embedded.kv_cache import KVCache

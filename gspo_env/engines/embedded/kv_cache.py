@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.batch.upload import upload
+from gspo_env.batch.packing import upload
 from gspo_env.engines.embedded.kv_attention import Queries
 from gspo_env.engines.embedded.prefix_attention import common_prefix
 from gspo_env.errors import EngineError

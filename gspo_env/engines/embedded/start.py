@@ -11,8 +11,7 @@ from gspo_env.engines.base import Engine
 from gspo_env.engines.embedded.copy import CopyEngine
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.kv_cache import KVCache
-from gspo_env.engines.embedded.model_cache import ModelCache
-from gspo_env.engines.embedded.unpacked import UnbatchedEngine
+from gspo_env.engines.embedded.unpacked import ModelCache, UnbatchedEngine
 from gspo_env.errors import ModelError
 from gspo_env.model.check import (
     LONG,

@@ -8,14 +8,19 @@ requests take turns, one pass each.
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from gspo_env.batch.packing import upload
 from gspo_env.engines.base import Completion, Engine, NamedTensors, Sampling, check_room, drained
 from gspo_env.engines.embedded.engine import sample
-from gspo_env.engines.embedded.model_cache import ModelCache
-from gspo_env.errors import EngineError
+from gspo_env.errors import EngineError, ModelError
 from gspo_env.model.head import usable_ids
 
 _Key = TypeVar("_Key")
@@ -167,3 +172,54 @@ def _keep(caches: dict[_Key, ModelCache], key: _Key, cache: ModelCache, most: in
     caches[key] = cache
     while len(caches) > most:
         del caches[next(iter(caches))]
+
+
+_NAMES = ("past_key_values", "cache_params")
+"""The names that models of `transformers` use for their cache."""
+
+
+class ModelCache:
+    """The state of one sequence: keys and values, and convolution and recurrent states.
+
+    It cannot go back: a prompt that does not continue `tokens` needs a new cache.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._state: dict[str, Any] = {}
+        self.tokens: list[int] = []
+        """The ids that were fed."""
+        self.logits: Tensor | None = None
+        """Of the last id, (1, V)."""
+
+    @torch.no_grad()
+    def feed(self, ids: Sequence[int]) -> Tensor:
+        """Feeds the next ids in one forward pass; returns the logits of the last, (1, V).
+
+        Raises:
+            ModelError: The model returns no cache.
+        """
+        device = next(self._model.parameters()).device
+        start = len(self.tokens)
+        (new,) = upload([np.array([ids], dtype=np.int64)], device)
+        output = self._model(
+            input_ids=new,
+            position_ids=torch.arange(start, start + len(ids), device=device)[None],
+            use_cache=True,
+            logits_to_keep=1,
+            **self._state,
+        )
+        self._state = {name: output[name] for name in _NAMES if output.get(name) is not None}
+        if not self._state:
+            raise ModelError(f"{type(self._model).__name__} returns no cache that can be kept")
+        self.tokens.extend(ids)
+        logits: Tensor = output.logits[:, -1]
+        self.logits = logits
+        return logits
+
+    def copy(self) -> ModelCache:
+        """Returns an independent copy, to continue the same tokens in another way."""
+        other = ModelCache(self._model)
+        other._state, other.tokens = copy.deepcopy(self._state), list(self.tokens)
+        other.logits = self.logits
+        return other
