@@ -49,7 +49,7 @@ BUILTIN: dict[str, dict[str, str]] = {
     },
     "curriculum": {
         "none": "gspo_env.training.curriculum:NoCurriculum",
-        "ladder": "gspo_env.training.ladder:Ladder",
+        "ladder": "gspo_env.training.pool:Ladder",
         "pool": "gspo_env.training.pool:Pool",
     },
     "engine": {

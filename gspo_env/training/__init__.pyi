@@ -1,9 +1,9 @@
 from .curriculum import Curriculum as Curriculum
 from .curriculum import NoCurriculum as NoCurriculum
 from .curriculum import StepResult as StepResult
-from .ladder import Ladder as Ladder
 from .loop import Loop as Loop
 from .loop import evaluate as evaluate
+from .pool import Ladder as Ladder
 from .split import Split as Split
 from .split import draw_tasks as draw_tasks
 from .split import hold_out as hold_out

@@ -17,7 +17,7 @@ from gspo_env.env.registration import load_agent
 from gspo_env.errors import ConfigError
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.seeding import HELD_OUT
-from gspo_envs.adapters.opponents import load_opponent, random_opponent
+from gspo_envs.adapters.textarena import load_opponent, random_opponent
 
 ROOT = Path(__file__).parents[2]
 adapters = pytest.mark.adapters
