@@ -82,7 +82,6 @@ class Play:
         from gspo_env.env.registration import hide_progress_bars, load_agent
         from gspo_env.model.head import usable_ids
         from gspo_env.rollout.collector import Collector
-        from gspo_env.rollout.policy import EnginePolicy
         from gspo_env.rollout.pool import play_pooled
         from gspo_env.seeding import derive_seed
         from gspo_env.types import Task
@@ -100,10 +99,11 @@ class Play:
         task = Task(env_id=next(iter(agent.environments.envs)), seed=self.seed)
         print(_MODEL_HELP + _HELP)
         with agent.environments.pool() as pool:
-            collector = Collector(engine, agent.chat, pool, limits, usable_ids(agent.model))
+            plain = Collector(engine, agent.chat, pool, limits, usable_ids(agent.model))
+            collector: Collector = agent.config.compaction.wrap(plain)
             seed, heat = derive_seed(agent.config.seed, 0, 0), limits.temperature
             heat = heat if self.temperature is None else self.temperature
-            policy = EnginePolicy(collector, collector.progress.begin(task), seed, heat)
+            policy = collector.policy(collector, collector.progress.begin(task), seed, heat)
             turns, most = _SharedTurns(policy, engine), limits.max_turns
             try:
                 playing = play_pooled(pool, task, turns, timeout=_PATIENCE, max_turns=most)
@@ -174,7 +174,7 @@ class _SharedTurns:
     async def __call__(self, now: PolicyInput) -> PolicyOutput:
         """See `gspo_env.rollout.play.Policy`."""
         action: str | PolicyOutput | None = None
-        if self._alone:
+        if self._alone or self._policy.answers_itself(now):
             _show(now)
         else:
             action = _ask(now, beside_model=True)

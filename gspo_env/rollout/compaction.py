@@ -156,16 +156,18 @@ class CompactingPolicy(EnginePolicy):
                 f"compaction is {type(self.compaction).__name__!r} and {inputs.env} sends its own "
                 "conversations, which it compacts itself; expected compaction 'none'"
             )
-        if not is_new and self._is_due(inputs):
+        if self.answers_itself(inputs):
             return await self._summarize(inputs)
         output = await super().__call__(inputs)
         if is_new:
             self.begin, output.fork = inputs.turn, "compacted"
         return output
 
-    def _is_due(self, inputs: PolicyInput) -> bool:
+    def answers_itself(self, inputs: PolicyInput) -> bool:
         """Returns whether the next action could leave no room for a summary, and this turn does."""
-        if self.transcript is None or not self.begin < inputs.turn < self.limits.max_turns - 1:
+        if self.transcript is None or inputs.request is self.info:
+            return False
+        if not self.begin < inputs.turn < self.limits.max_turns - 1:
             return False
         room, tokens = self.limits.max_context - self.reserved, len(self.transcript.ids)
         most = inputs.request.max_tokens or self.limits.max_turn_tokens

@@ -89,6 +89,10 @@ class EnginePolicy:
             stop=StopReason.MAX_TURN_TOKENS if is_cut else None,
         )
 
+    def answers_itself(self, inputs: PolicyInput) -> bool:
+        """Returns whether the environment will not see the next action; see `PolicyOutput.question`."""
+        return False
+
     def release(self) -> None:
         """Drops what the engine caches of the episode."""
         for session in self.sessions.values():

@@ -6,7 +6,9 @@ import re
 import pytest
 from runs import write_env
 
+from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
+from gspo_env.config import Config, override
 from gspo_env.model.load import save_model
 
 
@@ -99,3 +101,18 @@ def test_a_turn_of_a_model_is_taken_over_and_the_environment_gets_it(monkeypatch
     output = played(monkeypatch, capsys, "/expert\n\n/expert\n", *flags, "--temperature", "0")
     assert "\nmodel: " in output.replace("> ", "\n")
     assert "Error" not in output.partition("model: ")[0]
+
+
+def test_a_model_trained_with_compaction_summarizes_and_a_typed_action_reaches_the_environment(
+    monkeypatch, capsys, tmp_path, player
+):
+    changes = {
+        "compaction": {"name": "summary", "instruction": "stone?", "summary_tokens": 24},
+        "rollout": {"max_context": 150, "max_turn_tokens": 24},
+    }
+    options = {"env": player.env_id, "tokenizer": player.tokenizer}
+    GSPOAgent(player.model, config=override(Config(), changes), **options).save(tmp_path / "model")
+    flags = ("--model", str(tmp_path / "model"), "--env-kwargs", "hops=4")
+    output = played(monkeypatch, capsys, "/expert\n" * 8, *flags)
+    assert "\nmodel: " in output  # a summary, which nobody types
+    assert re.search(r"Success: outcome \+1, [67] turns", output)
