@@ -90,7 +90,7 @@ class EnginePolicy:
         )
 
     def answers_itself(self, inputs: PolicyInput) -> bool:
-        """Returns whether the environment will not see the next action; see `PolicyOutput.question`."""
+        """Returns whether the next action is the answer to a question of its own."""
         return False
 
     def release(self) -> None:
