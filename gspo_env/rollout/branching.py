@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Annotated, Any
@@ -487,11 +488,11 @@ def _saved(past: Episode, step: int) -> Any:
 
 
 def _snapshot(env: Any) -> Any:
-    return env.get_wrapper_attr("snapshot")()
+    return deepcopy(env.get_wrapper_attr("snapshot")())  # later steps may change what is in it
 
 
 def _restore(env: Any, state: Any) -> None:
-    env.get_wrapper_attr("restore")(state)
+    env.get_wrapper_attr("restore")(deepcopy(state))
 
 
 def _without_snapshots(episode: Episode) -> Episode:

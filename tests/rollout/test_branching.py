@@ -97,6 +97,30 @@ class Saving(Counter):
         vars(self).update(copy.deepcopy(state))
 
 
+class Shared(Saving):
+    """Hands out its state itself, which later steps change."""
+
+    def reset(self, **options):
+        result = super().reset(**options)
+        self.log = []
+        return result
+
+    def step(self, action):
+        self.log.append(len(action))
+        observation, *rest = super().step(action)
+        return (f"{observation} {sum(self.log)}", *rest)
+
+    def snapshot(self):
+        return {k: v for k, v in vars(self).items() if k not in ("steps", "resets")}
+
+    def restore(self, state):
+        vars(self).update(state)
+
+
+class Replayed(Shared):
+    snapshot = restore = property()
+
+
 @tool
 def ask() -> str:
     """Asks."""
@@ -196,9 +220,10 @@ def test_an_environment_that_does_not_replay_is_refused_by_name(chat, flaw):
         branch(chat, Flawed, EveryTurn(every=2), "flawed", tasks=1, size=1)
 
 
-def test_a_saved_state_gives_the_same_branches_as_a_replay_with_fewer_steps(chat):
-    replayed, envs = branch(chat, Counter, EveryTurn())
-    restored, saving = branch(chat, Saving, EveryTurn())
+@pytest.mark.parametrize(("replay", "save"), [(Counter, Saving), (Replayed, Shared)])
+def test_a_saved_state_gives_the_same_branches_as_a_replay_with_fewer_steps(chat, replay, save):
+    replayed, envs = branch(chat, replay, EveryTurn())
+    restored, saving = branch(chat, save, EveryTurn())
     for one, two in zip(episodes(replayed), episodes(restored), strict=True):
         assert [(t.observation, t.text, t.reward) for t in one.turns] == [
             (t.observation, t.text, t.reward) for t in two.turns
