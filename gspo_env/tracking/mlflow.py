@@ -15,10 +15,13 @@ import shlex
 import shutil
 import ssl
 import tempfile
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 from http.client import HTTPException
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -69,7 +72,7 @@ _REFUSALS = {"BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURC
 """MLflow's errors that a repetition does not change."""
 _GONE = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
 """MLflow's errors for a run that does not exist, or was deleted."""
-_TIMEOUT = 5.0
+TIMEOUT = 5.0
 """Seconds that a server has to answer before training."""
 _OTHER_KINDS = ("postgresql", "mysql", "mssql", "databricks", "databricks-uc", "uc")
 
@@ -426,18 +429,40 @@ def _address_problem(uri: str) -> str:
 
 
 def _server_problem(parts: SplitResult) -> str:
-    """Asks a tracking server for its health; any answer but a server error is fine."""
     host = parts.netloc.rpartition("@")[2]
-    url = f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health"
     try:
-        urllib.request.urlopen(url, timeout=_TIMEOUT).close()
+        _ask(f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health")
     except urllib.error.HTTPError as error:
-        return f"which answers with the error {error.code}" if error.code >= 500 else ""
+        return f"which answers with the error {error.code}"
     except (OSError, ValueError, HTTPException) as error:  # it may speak no HTTP
-        reason = getattr(error, "reason", error)
-        # MLflow has settings of its own for certificates.
-        return "" if isinstance(reason, ssl.SSLError) else f"which does not answer ({reason})"
+        return f"which does not answer ({getattr(error, 'reason', error)})"
     return ""
+
+
+@cache
+def _ask(url: str) -> None:
+    """Asks a tracking server for its health, once if it answers; a server error is no answer."""
+    answer: Future[None] = Future()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(url, timeout=TIMEOUT).close()
+            answer.set_result(None)
+        except BaseException as error:
+            answer.set_exception(error)
+
+    # A server that sends a byte now and then would keep a socket with a timeout for hours.
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        answer.result(TIMEOUT)
+    except urllib.error.HTTPError as error:
+        if error.code >= 500:
+            raise
+    except TimeoutError:
+        raise TimeoutError(f"no answer within {TIMEOUT:.0f} seconds") from None
+    except urllib.error.URLError as error:
+        if not isinstance(error.reason, ssl.SSLError):  # MLflow has its own certificates
+            raise
 
 
 def _sqlite_problem(uri: str) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import math
 import socket
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from gspo_env.report.traces import traces
 from gspo_env.tracking.base import MODEL, SUMMARY, Input, RunInfo
 from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.mlflow import MLflow
-from gspo_env.tracking.multi import NON_FINITE, start
+from gspo_env.tracking.multi import NON_FINITE, check_trackers, start
 from gspo_env.types import Group, StepInfo, Task, Timing
 
 
@@ -285,3 +286,46 @@ def test_an_address_that_speaks_no_http_is_refused_in_one_sentence(answer):
         ):
             MLflow(tracking_uri=uri).check()
         thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\nX", b"HTTP/1.1 200 OK\r\n", b"H"],
+)
+def test_an_answer_that_never_ends_is_refused(answer, monkeypatch):
+    def serve():
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(ConnectionError):
+            connection.sendall(answer)
+            while not refused.wait(0.05):
+                connection.sendall(answer if answer.endswith(b"\r\n\r\n") else b"a")
+
+    monkeypatch.setattr("gspo_env.tracking.mlflow.TIMEOUT", 0.5)
+    refused = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="which does not answer"):
+            MLflow(tracking_uri=uri).check()
+        refused.set()
+        thread.join()
+
+
+def test_a_server_that_answers_is_asked_once():
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self):
+            paths.append(self.path)
+            self.send_response(401)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    paths = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for _ in range(2):  # the command asks before it loads PyTorch, the agent before it trains
+            check_trackers(MLflow(tracking_uri=f"http://127.0.0.1:{server.server_port}"))
+        server.shutdown()
+    assert paths == ["/health"]
