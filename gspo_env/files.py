@@ -22,10 +22,18 @@ import errno
 import os
 import re
 import stat
+import tomllib
 from collections.abc import Callable
 from pathlib import Path, PurePath
+from typing import Any
 
 from gspo_env.errors import OutputError
+
+_TEXTS = re.compile(
+    r'''"""(?s:[^\\]|\\.)*?"{3,5}|\'{3}(?s:.)*?'{3,5}|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+'|\#[^\n]*+'''
+)
+"""The texts and comments of TOML."""
+_LONG_KEY = re.compile(r"(?:[\w-]++[ \t]*+\.[ \t]*+){32}")
 
 
 def check_folder(folder: Path) -> None:
@@ -104,6 +112,17 @@ def read_file(folder: Path, name: str | PurePath, max_bytes: int) -> bytes:
         OSError: See `regular_file`.
     """
     return regular_file(folder, name, max_bytes).read_bytes()
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parses TOML whose keys have at most 32 parts; the memory of a key grows with their square.
+
+    Raises:
+        ValueError: It is not TOML, or a key is longer.
+    """
+    if _LONG_KEY.search(_TEXTS.sub("text", text)):
+        raise ValueError("a key has more than 32 parts")
+    return tomllib.loads(text)
 
 
 def write_file(folder: Path, name: str | PurePath, write: Callable[[Path], object]) -> None:

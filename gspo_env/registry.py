@@ -12,7 +12,6 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
-import math
 import numbers
 import operator
 import sys
@@ -237,7 +236,7 @@ def check_values(config: object) -> None:
     """
     for name, (allows, expected) in _rules(type(config)).items():  # type: ignore[arg-type]
         if not allows(value := getattr(config, name)):
-            raise ConfigError(f"{name} is {value!r}; expected {expected}")
+            raise ConfigError(f"{name} is {value!r:.100}; expected {expected}")
 
 
 _Rule = tuple[Callable[[Any], bool], str]
@@ -271,8 +270,12 @@ def _within(kind: type, bounds: Sequence[Any]) -> _Rule:
     }
     number = numbers.Integral if kind is int else numbers.Real
 
+    largest: Any = 2**63 - 1 if kind is int else sys.float_info.max
+
     def allows(value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, number) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, number):
+            return False
+        if not -largest <= value <= largest:  # also for NaN
             return False
         return all(getattr(operator, word)(value, end) for word, end in ends.items())
 

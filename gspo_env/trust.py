@@ -27,7 +27,7 @@ from typing import Any
 from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.env.registration import add_kwargs, find_builtin, read_members
 from gspo_env.errors import ConfigError
-from gspo_env.files import regular_file
+from gspo_env.files import parse_toml, regular_file
 from gspo_env.redaction import redact, visible
 from gspo_env.registry import BUILTIN, load_function, name_of
 from gspo_env.tracking.base import flatten
@@ -197,7 +197,7 @@ def parse(path: Path, text: str) -> SavedSettings:
         ConfigError: A setting that needs no flag is not valid.
         ValueError: They are not TOML.
     """
-    tree = tomllib.loads(text)
+    tree = parse_toml(text)
     untrusted = dict(_untrusted(tree))
     by_name = {".".join(place): value for place, value in untrusted.items()}
     problem = _find_problem(path.parent, by_name) if by_name else None

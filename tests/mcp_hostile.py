@@ -147,6 +147,11 @@ for line in sys.stdin:
     if calls and KIND == "endless":
         while True:
             sys.stdout.write("x" * 100_000)
+    if calls and KIND == "no messages":
+        sys.stdout.write("Downloading... 50 %\n" * 500 + '{"jsonrpc": "2.0", "id": [{}]}\n' * 500)
+    if calls and KIND == "strange notes":
+        note = {"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": []}}
+        sys.stdout.write((json.dumps(note) + "\n") * 500)
     if calls and KIND == "flood":
         note = {"jsonrpc": "2.0", "method": "notifications/message",
                 "params": {"level": "info", "data": "x"}}  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from gspo_env.cli.main import main
 from gspo_env.config import CheckpointConfig, Config, to_toml
 from gspo_env.episodes.schema import episode_files, read_episodes, read_tokens
 from gspo_env.errors import OutputError
-from gspo_env.files import check_folder, read_file, write_file
+from gspo_env.files import check_folder, parse_toml, read_file, write_file
 from gspo_env.redaction import write_text
 from gspo_env.training.checkpoints import Checkpoints, damage
 
@@ -123,6 +124,20 @@ def test_a_damaged_file_of_a_run_is_no_traceback(run, capsys, command, names):
     with contextlib.suppress(SystemExit):
         main(COMMANDS[command])
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_huge_file_of_a_checkpoint_is_not_read(run):
+    folder = run / "checkpoints/step-000001"
+    with (folder / "state.json").open("r+b") as file:
+        file.truncate(1 << 42)
+    assert re.fullmatch(r"state.json has 4398046511104 bytes; expected \d+", damage(folder))
+
+
+def test_dots_in_texts_of_settings_are_no_long_keys():
+    dots = "a.b" * 99
+    texts = f"'{dots}'", rf'"{dots}\"{dots}"', f'"""\n"{dots}"""""', f"'''{dots}'''"
+    values = ", ".join([*texts, *["0.5"] * 99])
+    assert parse_toml(f"d.e.f = [{values}] # {dots}")["d"]["e"]["f"][4:] == [0.5] * 99
 
 
 def test_a_checkpoint_without_its_facts_is_one_sentence(run, capsys):

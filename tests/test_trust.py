@@ -149,6 +149,9 @@ def test_flags_of_the_user_replace_what_a_folder_names(foreign):
     assert parse(["train", "--model", str(folder), "--env", "gspo/SQL-v0", *flags[2:]])
 
 
+HIDDEN_KEY = 'x = {a = """\\"""", ' + "b." * 50_000 + 'b = "1"}'
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -162,6 +165,11 @@ def test_flags_of_the_user_replace_what_a_folder_names(foreign):
         (b'{"config": "steps = -3"}', "steps is -3"),
         (b'{"config": "stepz = 3"}', "stepz"),
         (b'{"config": "seed = 1e400"}', "seed"),
+        (b'{"config": "steps = ' + b"9" * 4000 + b'"}', "steps is 999"),
+        (b'{"config": "' + b"a." * 50_000 + b'a = 1"}', "a key has more than 32 parts"),
+        (b'{"config": "[' + b"'$'. " * 50_000 + b'a]"}', "a key has more than 32 parts"),
+        (b'{"config": "x = {' + b"a\\t ." * 50_000 + b'a = 1}"}', "more than 32 parts"),
+        (json.dumps({"config": HIDDEN_KEY}).encode(), "more than 32 parts"),
     ],
 )
 def test_damaged_settings_are_one_sentence(capsys, foreign, content, words):

@@ -58,6 +58,10 @@ _LINEAR = _SEARCHES - {"replace"} | {
 }
 """Methods and filters whose result is about as large as their arguments; that of others is at most
 their product."""
+_SORTS = {"sort", "dictsort", "groupby", "unique"}
+"""Filters that compare the items of a value, or compute something of each."""
+_ITEM_WORK = 256
+"""What an item counts in such a filter, and in one of `_EACH`."""
 _WIDTH = re.compile(r"\d{5}|%[-#0 +]*\*|%[-#0 +]*\d*\.\*")
 """A place of a format string that is 10,000 characters wide or more, or as wide as an argument."""
 _UNBOUNDED = ("lipsum", "urlize", "encode", "decode")
@@ -204,10 +208,12 @@ class BoundedTemplate:
         if name in _SHALLOW or name in _EACH:
             length = len(values[0]) if hasattr(values[0], "__len__") else 1
             others = sum(map(_size, values[1:])) + 1
-            self._spend(length * others if name in _EACH else length + others)
+            self._spend(length * max(others, _ITEM_WORK) if name in _EACH else length + others)
             return
         sizes = [_size(value) for value in values]
         self._spend(sum(sizes))
+        if name in _SORTS and hasattr(values[0], "__len__"):
+            self._spend(len(values[0]) * _ITEM_WORK)
         if name == "replace" and len(args) >= 3:
             text, old, new = map(str, args[:3])
             self._spend(text.count(old) * len(new))

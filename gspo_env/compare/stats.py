@@ -115,8 +115,8 @@ def interquartile_interval(
     """Computes a bootstrap interval of the interquartile mean over runs.
 
     Plain percentiles are too narrow with few runs. So the confidence level is raised by as much as
-    a t interval is wider than a normal one, times sqrt((n - 1) / n): resamples of an interquartile
-    mean spread more than it does, while those of a mean spread less. With 5 runs or fewer no
+    a t interval is wider than a normal one. Of the intervals of 6 to 14 runs, 93 to 97 % contain
+    the interquartile mean of the distribution (`studies/coverage.py`). With 5 runs or fewer no
     resample is far enough out, and the interval is their range, see `interval_name`. It contains
     the median of the distribution with probability 1 - 2^(1 - n).
 
@@ -138,12 +138,11 @@ def interquartile_interval(
     if runs < _FEWEST_RUNS:
         middle = interquartile_mean(values)  # rounded, so it may be outside of equal values
         return np.minimum(values.min(-1), middle), np.maximum(values.max(-1), middle)
-    wider = float(t.ppf((1 + confidence) / 2, runs - 1)) * ((runs - 1) / runs) ** 0.5
     low, high = bootstrap(
         (values,),
         interquartile_mean,
         n_resamples=resamples,
-        confidence_level=1 - 2 * norm.sf(wider),
+        confidence_level=1 - 2 * norm.sf(t.ppf((1 + confidence) / 2, runs - 1)),
         method="percentile",
         axis=-1,
         rng=seed,

@@ -7,13 +7,12 @@ executed, and what is missing or damaged is left out.
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from gspo_env.episodes.page import read_points
 from gspo_env.errors import OutputError
-from gspo_env.files import check_folder
+from gspo_env.files import check_folder, parse_toml
 from gspo_env.health.record import RunRecord
 from gspo_env.redaction import redact_text
 from gspo_env.tracking.base import MODEL, flatten
@@ -65,7 +64,7 @@ def runs_in(folder: str | Path) -> list[Path]:
 
 def _settings(text: str) -> dict[str, Any]:
     try:
-        return flatten(tomllib.loads(text))
+        return flatten(parse_toml(text))
     except (ValueError, RecursionError):
         return {}
 

@@ -18,7 +18,7 @@ import numpy as np
 from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.env.registration import moved_only
 from gspo_env.errors import ConfigError, ModelError, OutputError
-from gspo_env.files import check_folder
+from gspo_env.files import check_folder, parse_toml
 from gspo_env.tracking.base import MODEL, flatten
 from gspo_env.training.checkpoints import START, Checkpoint, Checkpoints, damage
 from gspo_env.trust import SavedSettings, parse, read_settings
@@ -147,7 +147,7 @@ def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> 
     same = {name: value for name, value in saved.untrusted.items() if requested.get(name) == value}
     moved = config is not None and moved_only(saved.env, config.env)
     saved.settings(same, env=config.env if config is not None and moved else "")
-    before = from_dict(tomllib.loads(text))
+    before = from_dict(parse_toml(text))
     if config is None:
         return before
     # `auto` is what the run has decided, which its config.toml has

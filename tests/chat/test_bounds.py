@@ -96,6 +96,9 @@ BOMBS = {
     + "{{ x == y }}",
     "reading": X + "{% for i in range(99999) %}{% set y = (x * 40) | upper %}{% endfor %}",
     "searching": X + "{% for i in range(99999) %}{{ 'b' in x * 40 }}{% endfor %}",
+    "sorting": X + "{{ (x * 40) | sort | length }}" * 8,
+    "grouping": X + "{{ (x * 40) | groupby('a') | length }}" * 8,
+    "mapping": X + "{{ (x * 40) | map('lower') | list | length }}" * 8,
     "selecting": X + "{{ x | list | select('in', x * 40) | list | length }}",
     "a number that is none": "{% set n = 1e308 * 10 - 1e308 * 10 %}{% set y = 2 ** n %}"
     + "{{ 'a' * 10000000000 }}",

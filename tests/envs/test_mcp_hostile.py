@@ -119,6 +119,16 @@ def test_what_a_server_sends_is_bounded(play, kind, words, errors):
         assert faults == errors
 
 
+@pytest.mark.parametrize("kind", ["no messages", "strange notes"])
+def test_lines_that_are_no_messages_are_logged_once(play, kind, caplog):
+    env = play(kind)
+    for _ in range(2):
+        assert call(env, a="x") == ("ok", 0)
+    lines = [line for line in caplog.text.splitlines() if "no message" in line]
+    assert len(lines) == (kind == "no messages")
+    assert len(caplog.text) < 1000
+
+
 def test_an_empty_text_of_a_server_is_an_empty_observation(play):
     assert call(play("empty"), a="x") == ("", 0)
 

@@ -95,6 +95,7 @@ class MCPSession:
         self._client: Any = None
         self._end = asyncio.Event()
         self._answers = 0
+        self._is_noted = False
         self._ending: set[asyncio.Task[None]] = set()
         _ALIVE.add(self)
 
@@ -156,11 +157,14 @@ class MCPSession:
         """Holds the connection open; the task that enters its context must also exit it."""
         from mcp import Client
 
+        for name in ("mcp", "client"):  # they log whatever a server sends, each with a traceback
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         with tempfile.TemporaryFile("w+", errors="replace") as log:
             try:
                 async with AsyncExitStack() as stack:
                     transport = await _transport(self.server, stack, log)
-                    client = await stack.enter_async_context(Client(transport))
+                    client = Client(transport, message_handler=self._note)
+                    await stack.enter_async_context(client)
                     # it would match a pattern of the server on this loop, and lists the tools first
                     client.session.validate_tool_result = _accept
                     if not opened.done():
@@ -176,6 +180,13 @@ class MCPSession:
                     opened.set_exception(
                         ToolServerError(f"MCP server {self.server.name!r} cannot be used: {words}")
                     )
+
+    async def _note(self, message: Any) -> None:
+        """Logs the first line of a connection that is no message."""
+        if isinstance(message, Exception) and not self._is_noted:
+            self._is_noted = True
+            words = "MCP server %s sent what is no message (%s); further ones are not shown"
+            logger.warning(words, self.server.name, shorten(_reason(message)))
 
     def _drop(self) -> None:
         """Ends the connection in the background and kills a server that hangs."""

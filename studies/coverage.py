@@ -1,0 +1,90 @@
+"""How often the intervals of `gspo-env compare` contain the truth, and how often a report is wrong.
+
+    python studies/coverage.py [--reports 1000] [--samples 4000]
+
+A report without any difference has 4 problems with 3 arms against the first, and 8 or 10 seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from scipy.stats import trim_mean
+
+from gspo_env.compare import stats
+
+Draw = Callable[[np.random.Generator, tuple[int, ...]], Any]
+
+
+def two_kinds(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    """A quarter of the seeds learns nothing."""
+    low, high = rng.normal(0.2, 0.1, shape), rng.normal(0.5, 0.05, shape)
+    return np.where(rng.random(shape) < 0.25, low, high)
+
+
+DISTRIBUTIONS: dict[str, Draw] = {
+    "normal": lambda rng, shape: rng.normal(size=shape),
+    "uniform": lambda rng, shape: rng.random(shape),
+    "exponential": lambda rng, shape: rng.exponential(size=shape),
+    "lognormal": lambda rng, shape: rng.lognormal(0, 0.75, shape),
+    "beta(8, 2)": lambda rng, shape: rng.beta(8, 2, shape),
+    "64 tasks": lambda rng, shape: rng.binomial(64, rng.beta(20, 5, shape)) / 64,
+    "two kinds": two_kinds,
+}
+"""Scores of a seed, by name."""
+
+
+def coverage(draw: Draw, seeds: int, samples: int) -> float:
+    """Returns the share of intervals that contain the interquartile mean of the distribution."""
+    rng = np.random.default_rng(seeds)
+    truth = trim_mean(draw(rng, (1_000_000,)), 0.25)
+    hits = 0
+    for start in range(0, samples, 500):
+        low, high = stats.interquartile_interval(
+            draw(rng, (500, seeds)), resamples=1000, seed=start
+        )
+        hits += int(np.sum((low <= truth) & (truth <= high)))
+    return hits / samples
+
+
+def paired_coverage(draw: Draw, seeds: int, samples: int) -> float:
+    """Returns the share of intervals of the paired difference that contain 0."""
+    differences = np.subtract(*draw(np.random.default_rng(seeds), (2, samples, seeds)))
+    bounds = [stats.paired_interval(row) for row in differences]
+    return float(np.mean([low <= 0 <= high for low, high in bounds]))
+
+
+def wrong_reports(seeds: int, reports: int, problems: int = 4, arms: int = 3) -> float:
+    """Returns the share of reports without a difference that claim one."""
+    rng, wrong = np.random.default_rng(seeds), 0
+    for _ in range(reports):
+        scores = rng.beta(8, 2, (problems, arms + 1, seeds))
+        tests = [stats.paired_permutation_test(a, one[0]) for one in scores for a in one[1:]]
+        wrong += min(stats.holm(tests)) <= 0.05
+    return wrong / reports
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=4000)
+    parser.add_argument("--reports", type=int, default=1000)
+    options = parser.parse_args()
+    for title, function in (
+        ("interquartile mean", coverage),
+        ("paired difference", paired_coverage),
+    ):
+        print(f"{title:20}", *(f"{seeds:5}" for seeds in range(5, 15)))
+        for name, draw in DISTRIBUTIONS.items():
+            shares = (function(draw, seeds, options.samples) for seeds in range(5, 15))
+            print(f"{name:20}", *(f"{100 * share:5.1f}" for share in shares), flush=True)
+    for seeds in (8, 10):
+        share = wrong_reports(seeds, options.reports)
+        print(f"reports with a false claim, {seeds} seeds: {100 * share:.1f} %", flush=True)
+
+
+if __name__ == "__main__":
+    main()
