@@ -52,7 +52,7 @@ def check_first_evaluation(
     listed = f"{', '.join(most)} and {last}" if most else last
     yield Finding(
         name="zero_shot",
-        text=f"Of the {len(episodes)} episodes {when}, {listed}.",
+        text=f"Of the {len(episodes)} episode{'s' * (len(episodes) != 1)} {when}, {listed}.",
         advice="Imitate longer (--imitation-steps), or use easier tasks."
         if config.recipe.demonstrates
         else IMITATE,

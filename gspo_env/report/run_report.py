@@ -83,7 +83,7 @@ def _tables(arms: Sequence[RunArm]) -> Iterator[Section]:
             table.append([arm.name, str(len(arm.runs)), step, *cells])
         yield Section(table=table)
     head = ["run", "seed", "steps", "success before", "after", "best", "return after"]
-    head += ["turns", "tokens an episode", "minutes"]
+    head += ["turns", "tokens an episode", "minutes of training"]
     yield Section(table=[head, *(_row(run) for arm in arms for run in arm.runs)], text=_METHOD)
 
 
