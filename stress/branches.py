@@ -51,26 +51,25 @@ def played_again(env: Any, episode: Episode) -> list[tuple[str, float]]:
     return [(turn.observation, turn.reward) for turn in again.turns]
 
 
-def branched(chat: Any, count: int) -> Iterator[tuple[str, int, int]]:
-    """Yields each environment, how many of its branches were replayed, and how many differ."""
+def branched(chat: Any, count: int) -> Iterator[tuple[int, int]]:
+    """Yields how many branches of each environment were replayed, and how many differ."""
     for env_id in sorted(_BUILTIN):
         make = lambda name=env_id: make_env(name, **KWARGS.get(name, {}))  # noqa: E731
-        checked = wrong = first = 0
         try:
-            env = make()
-            while checked < count and first < 400:
-                limits = {"tasks": first + 4, "size": 2, "engine": Babbler}
+            env, tasks, branches = make(), 4, list[Episode]()
+            while len(branches) < count and tasks <= 64:
+                limits = {"tasks": tasks, "size": 2, "engine": Babbler}
                 groups, _ = branch(chat, make, EveryTurn(continuations=3), env_id, **limits)
-                for episode in episodes(groups[first:]):
-                    if shared_turns(episode) and checked < count:
-                        records = [(turn.observation, turn.reward) for turn in episode.turns]
-                        checked += 1
-                        wrong += played_again(env, episode) != records
-                first += 4
+                branches, tasks = [*filter(shared_turns, episodes(groups))], 4 * tasks
         except (MissingExtraError, ConfigError, EnvironmentContractError) as error:
             print(f"{env_id}: not played: {str(error)[:80]}", flush=True)
             continue
-        yield env_id, checked, wrong
+        wrong = 0
+        for episode in branches[:count]:
+            records = [(turn.observation, turn.reward) for turn in episode.turns]
+            wrong += played_again(env, episode) != records
+        print(f"{env_id}: {len(branches[:count])} branches, {wrong} differ", flush=True)
+        yield len(branches[:count]), wrong
 
 
 def compared(name: str, player: Any, groups: list[Group], fed: int) -> bool:
@@ -83,8 +82,8 @@ def compared(name: str, player: Any, groups: list[Group], fed: int) -> bool:
         samples = to_samples(group.episodes, [np.zeros(len(e.turns)) for e in group.episodes])
         rows = microbatches(samples, 1 << 16, share=True)
         computed += sum(len(pack(part).input_ids_T) for part in rows)
-        ids = (s.token_ids.tolist() for e in group.episodes for s in e.sequences)
-        distinct += forks.count_prefixes(ids)
+        turns = (turn for e in group.episodes for turn in e.turns[shared_turns(e) :])
+        distinct += sum(len(turn.prompt_ids) + len(turn.action_ids) for turn in turns)
     update = computed / distinct
     print(
         f"{name}: {len(played)} episodes, {worst:.1e}, rollout {rollout:.3f}, update {update:.3f}"
@@ -99,10 +98,8 @@ def main() -> int:
     parser.add_argument("--episodes", type=int, default=500)
     args = parser.parse_args()
     chat = forks.make_chat()
-    environments = [*branched(chat, -(-args.branches // 16))]
-    for env_id, checked, wrong in environments:
-        print(f"{env_id}: {checked} branches, {wrong} differ")
-    total, wrong = (sum(row[n] for row in environments) for n in (1, 2))
+    counts = [*branched(chat, -(-args.branches // 16))]
+    total, wrong = map(sum, zip(*counts, strict=True))
     make = lambda: make_env("gspo/Additive-v0")  # noqa: E731
     (group,), _ = branch(chat, make, EveryTurn(), tasks=1, size=1)
     first, *rest = group.episodes[-1].turns
@@ -118,7 +115,7 @@ def main() -> int:
     lookup = lambda: make_env(player.env_id)  # noqa: E731
     few = {"concurrency": 16, "group_size": 4}
     for name, make, choice, limits, tasks in (
-        ("branched", lookup, EveryTurn(), {"max_turns": 4} | few, third // 30),
+        ("branched", lookup, EveryTurn(), {"max_turns": 6} | few, third // 40),
         ("compacted", Long, COMPACTION, LIMITS | few, third // 4),
     ):
         running = choice.wrap(collector(player, make, **limits))
