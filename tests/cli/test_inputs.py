@@ -49,7 +49,7 @@ ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
         *(
             (["train", "--env", "gspo/Dialogue-v0", "--env-kwargs", argument], words)
             for argument, words in (
-                ("domain=hotels", "domain is 'hotels'; expected orders, bookings, module:Class or"),
+                ("domain=hotels", "domain is 'hotels'; expected orders, bookings, or the module:"),
                 ("tasks=list.json", "the domain 'orders' draws its own; expected your own domain"),
                 ("early_answer=x", "early_answer is 'x', expected a number from 0 to 1"),
             )
