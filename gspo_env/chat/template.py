@@ -109,14 +109,14 @@ class ChatTemplate:
     def _render_fitted(self, key: str, conversation: tuple[Chat, Schemas, bool]) -> str:
         """Renders a conversation; `key` identifies it in the cache."""
         messages, schemas, generation = conversation
-        if self.takes_text_arguments and self.shows_calls:
-            messages = [_with_text_arguments(m) if m.get("tool_calls") else m for m in messages]
-        if any(m.get("tool_calls") for m in messages) and not self.shows_calls:
-            if self.reads_calls:
-                self._warn(
-                    "does not show tool calls; they are appended to the text of their message"
-                )
-            messages = [_with_calls(m) if m.get("tool_calls") else m for m in messages]
+        shown = [self.shows(m.get("tool_calls", ())) for m in messages]
+        if self.reads_calls and not all(shown):
+            self._warn("does not show these tool calls; the text of their message has them")
+        write = _with_text_arguments if self.takes_text_arguments else dict
+        messages = [
+            (write if is_shown else _with_calls)(m) if m.get("tool_calls") else m
+            for m, is_shown in zip(messages, shown, strict=True)
+        ]
         schemas = map_texts(schemas, clean)
         try:
             return self._render(*self._fit(messages, schemas), generation)
@@ -147,6 +147,14 @@ class ChatTemplate:
         """Whether the template shows the calls of an assistant's message."""
         return self.reads_calls and bool(self._shown_call({}) or self.takes_text_arguments)
 
+    def shows(self, calls: Sequence[Any]) -> bool:
+        """Returns whether the template shows the calls of a message; some refuse more than one."""
+        return not calls or (self.shows_calls and (len(calls) < 2 or self._shows_several))
+
+    @cached_property
+    def _shows_several(self) -> bool:
+        return bool(self._shown_call("{}" if self.takes_text_arguments else {}, calls=2))
+
     @cached_property
     def takes_text_arguments(self) -> bool:
         """Whether the template shows calls only if their arguments are JSON text."""
@@ -171,7 +179,7 @@ class ChatTemplate:
     def _called(self) -> str:
         return f"f{self.marker(0)}"
 
-    def _shown_call(self, arguments: Any, messages: int = 3) -> str:
+    def _shown_call(self, arguments: Any, messages: int = 3, calls: int = 1) -> str:
         """Returns the rendering of messages, the second with a call, or nothing if it is absent."""
         name = self._called
         function = {"name": name, "arguments": arguments}
@@ -179,7 +187,7 @@ class ChatTemplate:
         for content in ("x", ""):
             for follow in ({"role": "tool", "tool_call_id": "call00000", "name": name}, {}):
                 user, action, result = _chat(("user", "assistant", "user"))
-                action |= {"tool_calls": [call], "content": content}
+                action |= {"tool_calls": [call] * calls, "content": content}
                 chat = [user, action, result | follow][:messages]
                 shown = self._probe(chat, generation=messages > 2)
                 if name in shown:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gspo_env.chat.conversation import Transcript
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.env.tools import as_tool, tool
+from gspo_env.env.tools import as_tool, format_tool_call, tool
 from gspo_env.recipes.build import TEMPLATE, build_tokenizer
 from gspo_env.tool_calls import parse_tool_calls
 from gspo_env.types import Message, Prompt, StepInfo, ToolCall
@@ -226,6 +226,26 @@ def test_an_action_is_parsed_with_the_response_template_of_its_tokenizer():
         ).message
         is None
     )
+
+
+def test_several_calls_of_an_action_are_in_the_next_prompt_of_every_template(chat):
+    if not chat.template.shows_calls or chat.template.takes_text_arguments:
+        pytest.skip("the template shows no calls")
+    question, text = (
+        Message(role="user", content="find it"),
+        "\n".join(format_tool_call("look", {"key": key}) for key in ("amber", "cedar")),
+    )
+    calls = tuple(ToolCall(name="look", arguments={"key": k}, id=k) for k in ("amber", "cedar"))
+    transcript = Transcript(chat, Prompt(tools=(LOOK,)))
+    transcript.read("", "user", StepInfo(messages=(question,), tools=(LOOK,)))
+    sampled = [*chat.encode(text), chat.stop_ids[0]]
+    transcript.write(sampled)
+    answers = [Message(role="tool", content=f"{c.id} found", tool_call_id=c.id) for c in calls]
+    said = Message(role="assistant", content="", tool_calls=calls)
+    opening = transcript.read("", "user", StepInfo(messages=(question, said, *answers)))
+    shown = chat.decode_all(opening.ids)
+    assert "amber found" in shown
+    assert "cedar found" in shown
 
 
 UNREAD = {
