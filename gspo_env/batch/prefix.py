@@ -107,6 +107,15 @@ def build_tree(sequences: Sequence[IntArray], order: Order) -> Tree:
     return Tree(runs=tuple(runs), places=tuple(places))
 
 
+def separate_runs(lengths: Sequence[int]) -> tuple[Run, ...]:
+    """Returns the runs of sequences that share nothing."""
+    ends = np.cumsum(lengths).tolist()
+    return tuple(
+        Run(start=end - length, length=length, depth=0, end=end)
+        for end, length in zip(ends, lengths, strict=True)
+    )
+
+
 def _prefix(sequences: Sequence[IntArray], order: Order, low: int, high: int) -> int:
     """Returns the length of the prefix that all sequences of a part share."""
     if high - low == 1:

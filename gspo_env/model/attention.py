@@ -23,6 +23,8 @@ from gspo_env.errors import ModelError
 from gspo_env.model import flash as varlen
 
 RAGGED = "gspo_ragged"
+MOST_SCORES = 1 << 22
+"""Scores that a CPU holds at once."""
 _WASTE = 1.25
 """Largest ratio of a bucket's longest sequence to its shortest. Above it, another bucket costs
 less than the padding."""
@@ -99,6 +101,53 @@ def sdpa(
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     ).to(dtype)
+
+
+def attend_by_products(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, normaliser: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Attends on a CPU by two batched products; (B, H, Q, D), keys and values are (B, Hkv, L, D).
+
+    In half precision, scores and their softmax are float32, and the weights are rounded. If the
+    number of keys is a `padded_length`, the output of a query is the same to the last bit for any
+    number of queries and of masked keys, on the processors that were tried.
+
+    Args:
+        q: The queries.
+        k: The keys, float32 at least.
+        v: The values.
+        scale: The scale of the scores.
+        mask: (B, 1, Q, L), added to the scores.
+        normaliser: Whether to return the logarithms of the normalisers too, (B, H, Q).
+    """
+    rows, heads, queries, size = q.shape
+    shared, length = k.shape[1:3]
+    if rows * heads * queries * length > MOST_SCORES and rows * queries > 1:
+        dim = 0 if rows > 1 else 2
+        parts = [(t.chunk(2, dim) if dim == 0 else (t, t)) for t in (k, v)]
+        halves = zip(q.chunk(2, dim), *parts, mask.chunk(2, dim), strict=True)
+        results = [attend_by_products(*h[:3], scale, h[3], normaliser) for h in halves]
+        outs, norms = zip(*results, strict=True)
+        return torch.cat(outs, dim), torch.cat(norms, dim) if normaliser else None
+    if is_half(v) and k.stride(-2) != 1:  # the other order has another order of sums
+        k = k.transpose(2, 3).contiguous().transpose(2, 3)
+    flat = q.to(k.dtype).mul_(scale).reshape(rows * shared, -1, size)
+    scores = torch.bmm(flat, k.transpose(2, 3).flatten(0, 1))
+    scores.view(rows, heads, queries, length).add_(mask)
+    weights = scores.softmax(-1)
+    out = torch.bmm(weights.to(v.dtype), v.flatten(0, 1)).view(q.shape)
+    norm = (scores.amax(-1) - weights.amax(-1).log()).view(q.shape[:3]) if normaliser else None
+    return out, norm
+
+
+def padded_length(length: int) -> int:
+    """Returns the next multiple of 16: a product with other numbers of keys sums the last apart."""
+    return -(-length // 16) * 16
+
+
+def is_half(tensor: Tensor) -> bool:
+    """Returns whether a tensor has less than float32's precision."""
+    return torch.promote_types(tensor.dtype, torch.float32) is not tensor.dtype
 
 
 def widened(tensor: Tensor) -> Tensor:

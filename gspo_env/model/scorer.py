@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from gspo_env.batch.prefix import separate_runs
 from gspo_env.batch.sample import PackedBatch
 from gspo_env.model import head
-from gspo_env.model.attention import PackedAttention
+from gspo_env.model.attention import PackedAttention, is_half
 from gspo_env.model.tree_attention import TreeAttention
 
 
@@ -127,13 +128,18 @@ class Scorer:
         if batch.distinct_M is not None:
             source_M = source_M[batch.distinct_M]
         device = batch.input_ids_T.device
-        tree = TreeAttention(batch.runs, device) if batch.runs else None
+        runs = batch.runs
+        if not runs and device.type == "cpu" and is_half(self.model.get_input_embeddings().weight):
+            runs = separate_runs(batch.lengths_B)
+        attention = (
+            TreeAttention(runs, device) if runs else PackedAttention(batch.lengths_B, device)
+        )
         output = self.model(
             input_ids=batch.input_ids_T[None],
             position_ids=batch.positions_T[None],
             use_cache=False,
             logits_to_keep=source_M,
-            ragged=tree or PackedAttention(batch.lengths_B, device),
+            ragged=attention,
             **options,
         )
         return output.logits[0], output.router_logits if options else ()

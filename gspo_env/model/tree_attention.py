@@ -14,11 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gspo_env.batch.packing import upload
 from gspo_env.batch.prefix import Run
 from gspo_env.model import flash as varlen
-from gspo_env.model.attention import PackedAttention, buckets, sdpa, widened
+from gspo_env.model.attention import (
+    PackedAttention,
+    attend_by_products,
+    buckets,
+    is_half,
+    padded_length,
+    sdpa,
+    widened,
+)
 
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -95,6 +104,25 @@ class TreeAttention(PackedAttention):
             parts.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(parts).index_select(0, restore)
 
+    def by_products(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attends as an engine does that has a cache; returns the logarithms of normalisers too."""
+        parts = []
+        path_buckets, restore = self._path_buckets
+        for index, path, position in path_buckets:
+            path = pad(path, (0, padded_length(path.shape[1]) - path.shape[1]))
+            q, k, v = (t.transpose(1, 2) for t in (query[index], widened(key[path]), value[path]))
+            visible = torch.arange(path.shape[1]) <= position[:, None, :, None]
+            mask = torch.where(visible, 0.0, -torch.inf)
+            out, norm = attend_by_products(q, k, v, scale, mask, normaliser=True)
+            parts.append((out, norm[..., None]))
+        out, norm = (
+            torch.cat([t.transpose(1, 2).flatten(0, 1) for t in column]).index_select(0, restore)
+            for column in zip(*parts, strict=True)
+        )
+        return out, norm
+
     @cached_property
     def _path_buckets(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
         """Sorts runs into buckets of similar size; returns indices into the row.
@@ -164,6 +192,11 @@ class _Tree(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, tree: TreeAttention
     ) -> Tensor:
+        ctx.scale, ctx.tree = scale, tree
+        if is_half(value):
+            out, norm = tree.by_products(query, key, value, scale)
+            ctx.save_for_backward(query, key, value, out, norm)
+            return out
         groups = query.shape[1] // key.shape[1]
         q, k, v = map(widened, (query, key, value))
         k, v = _repeat(k, groups), _repeat(v, groups)
@@ -184,7 +217,6 @@ class _Tree(torch.autograd.Function):
             norm[later] = total
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, norm)
-        ctx.scale, ctx.tree = scale, tree
         return out
 
     @staticmethod

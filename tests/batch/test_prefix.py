@@ -98,7 +98,7 @@ def test_a_tree_holds_every_sequence_and_no_shared_run_twice(sequences):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("share", [False, True])
-def test_attention_in_half_precision_on_a_cpu_rounds_no_more_than_its_output(
+def test_attention_in_half_precision_on_a_cpu_rounds_its_weights_and_its_output(
     grouped, share, window, dtype
 ):
     batch = pack(grouped, share=share)
@@ -114,10 +114,11 @@ def test_attention_in_half_precision_on_a_cpu_rounds_no_more_than_its_output(
         return [out.detach(), *(tensor.grad for tensor in qkv)]
 
     half, exact = results(*values), results(*(tensor.float() for tensor in values))
-    assert torch.equal(half[0], exact[0].to(dtype))
-    for gradient, expected in zip(half[1:], exact[1:], strict=True):
-        assert gradient.dtype is dtype
-        gap = (gradient.float() - expected).norm()
+    if not share or window:  # without rounded weights
+        assert torch.equal(half[0], exact[0].to(dtype))
+    for result, expected in zip(half, exact, strict=True):
+        assert result.dtype is dtype
+        gap = (result.float() - expected).norm()
         assert gap <= torch.finfo(dtype).eps * expected.norm()
 
 

@@ -63,7 +63,7 @@ def test_ragged_steps_have_the_log_probabilities_of_the_models_modules(make, fus
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("make", [llama, qwen2])
-def test_a_bfloat16_model_is_computed_no_less_exactly_than_by_its_modules(make, fused, dtype):
+def test_a_bfloat16_model_is_computed_as_by_its_modules_or_more_exactly(make, fused, dtype):
     torch.manual_seed(0)
     model = make().eval()
     for parameter in model.parameters():
@@ -73,8 +73,11 @@ def test_a_bfloat16_model_is_computed_no_less_exactly_than_by_its_modules(make, 
     exact = steps(copy.deepcopy(model).float())
     direct = DirectForward(model, fused=fused, dtype=dtype)
     for _ in range(2):
-        error = (steps(model, direct) - exact).abs().mean()
-        assert error <= 1.1 * (steps(model) - exact).abs().mean()
+        ours, modules = steps(model, direct), steps(model)
+        rounding = (modules - exact).abs().mean()
+        assert (ours - exact).abs().mean() <= 1.1 * rounding
+        if dtype is torch.bfloat16:  # both round at the same places
+            assert (ours - modules).abs().mean() <= 0.1 * rounding
         with torch.no_grad():  # copies follow the weights
             model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
         exact = steps(copy.deepcopy(model).float())

@@ -3,10 +3,11 @@
 A model of less than a million parameters spends much of its time between its matrix products: in
 the calls of its modules, and in tensors for each operation of a norm or an activation. The products
 of PyTorch are those of MKL, which uses half of the vector width of some processors with AVX-512.
-There, each product is one call of oneDNN, with the activation, product or sum that follows it.
-Products in float32 read the model's own weights. Those in bfloat16 read copies in the order of the
-kernels, which oneDNN otherwise makes for each product of a few rows. Where a processor is slow in
-bfloat16, they read copies in float32.
+There, each product is one call of oneDNN, in float32 with the activation, product or sum that
+follows it. In bfloat16, those are operations of their own, which round as the model's modules do,
+so that engine and trainer agree. Products in float32 read the model's own weights. Those in
+bfloat16 read copies in the order of the kernels, which oneDNN otherwise makes for each product of a
+few rows. Where a processor is slow in bfloat16, they read copies in float32.
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ class DirectForward:
         elif fused and self.dtype is not torch.float32 and _fits_twice(model):
             convert = _packed
         self._weights = _Weights(convert)
-        least = 16 if is_small(model) else 1
+        # one row of bfloat16 has another order of sums than several
+        least = 16 if is_small(model) else 1 if self.dtype is torch.float32 else 2
         self._products = _Fused(self._weights, least) if fused else _Products(self._weights)
+        self._exact = self.dtype is torch.float32
         self._model, self._body = model, model.model
         self._eps = float(model.config.rms_norm_eps)
         self._size = int(self._body.layers[0].self_attn.head_dim)
@@ -142,7 +145,10 @@ class DirectForward:
         return products.plain(self._model.lm_head, self._norm(self._body.norm, h))[: len(last_B)]
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
-        return rms_norm(x, x.shape[-1:], self._weights.of(module)[0], self._eps)
+        weight = self._weights.of(module)[0]
+        if self._exact:
+            return rms_norm(x, x.shape[-1:], weight, self._eps)
+        return rms_norm(x, x.shape[-1:], None, self._eps).mul_(weight)
 
     def _heads(self, attention: Any, name: str, x: Tensor, count: int, angles_T: Tensor) -> Tensor:
         """Returns queries, keys or values, (T, H, D); the first two normed and rotated."""
@@ -155,7 +161,10 @@ class DirectForward:
         if norm is not None:
             out = self._norm(norm, out)
         cos, sin = angles_T[:, 0, None], angles_T[:, 1, None]
-        return torch.addcmul(out * cos, out.roll(self._size // 2, -1), sin)
+        rotated = out.roll(self._size // 2, -1)
+        if self._exact:
+            return torch.addcmul(out * cos, rotated, sin)
+        return (out * cos).add_(rotated.mul_(sin))
 
     def _angles_of(self, positions_T: Tensor) -> Tensor:
         """Returns cosines and signed sines, (T, 2, D)."""
@@ -230,9 +239,9 @@ class _Products:
     def add(self, module: Any, x: Tensor, other: Tensor) -> Tensor:
         """Returns the sum of the output and another tensor."""
         weight, bias = self._of(module)
-        if bias is None:
+        if bias is None and x.dtype is torch.float32:
             return torch.addmm(other, x, weight.t())
-        return linear(x, weight, bias).add_(other)
+        return self.plain(module, x).add_(other)
 
     def gated(self, mlp: Any, x: Tensor) -> Tensor:
         """Returns the activated output of `gate_proj`, multiplied with that of `up_proj`."""
@@ -261,10 +270,14 @@ class _Fused(_Products):
         return out
 
     def add(self, module: Any, x: Tensor, other: Tensor) -> Tensor:
+        if x.dtype is not torch.float32:
+            return super().add(module, x, other)
         out: Tensor = self._binary(x, other, *self._of(module), "add")
         return out
 
     def gated(self, mlp: Any, x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32:
+            return super().gated(mlp, x)
         gate = self._linear(x, *self._of(mlp["gate_proj"]), "swish", [1.0], "")
         out: Tensor = self._binary(x, gate, *self._of(mlp["up_proj"]), "mul")
         return out

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from gspo_env.engines.embedded.prefix_attention import MAX_SPAN_RATIO, PrefixRows
-from gspo_env.model.attention import sdpa
+from gspo_env.model.attention import (
+    MOST_SCORES,
+    attend_by_products,
+    is_half,
+    padded_length,
+    sdpa,
+)
 from gspo_env.types import IntArray
-
-_MOST_SCORES = 1 << 22
-"""Scores that are held at once; with more, the fused kernel holds blocks of them."""
 
 
 class Queries:
@@ -119,21 +122,22 @@ class _Rows:
         """Returns the outputs of the rows' tokens and of padding, (total, H, D)."""
         query_rows = query.index_select(0, self._index)
         q = query_rows.view(-1, self._width, *query.shape[1:]).transpose(1, 2)
-        k, v = (self._of_rows(tensor) for tensor in (keys, values))
-        out = _attend(q, k, v, scale, self._mask(window))
+        length = padded_length(self._length) if is_half(values) else self._length
+        k, v = (self._of_rows(tensor, length) for tensor in (keys, values))
+        out = _attend(q, k, v, scale, self._mask(window, length))
         return out.transpose(1, 2).reshape(-1, *query.shape[1:])
 
-    def _of_rows(self, tensor: Tensor) -> Tensor:
+    def _of_rows(self, tensor: Tensor, length: int) -> Tensor:
         """Returns the keys or values of the rows, (B, H, L, D)."""
         if self._span is None:
-            return tensor[:, :, : self._length].index_select(0, self._slots)
-        return tensor[self._span[0] : self._span[1], :, : self._length]
+            return tensor[:, :, :length].index_select(0, self._slots)
+        return tensor[self._span[0] : self._span[1], :, :length]
 
-    def _mask(self, window: int | None) -> Tensor:
+    def _mask(self, window: int | None, length: int) -> Tensor:
         """Returns what is added to scores, (B, 1, Q, L): a token sees places up to its own."""
         if window not in self._masks:
             place = self._places[:, None, :, None]
-            place_L = torch.arange(self._length, device=place.device)
+            place_L = torch.arange(length, device=place.device)
             visible = place_L <= place
             if window is not None:
                 visible &= place_L > place - window
@@ -148,13 +152,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tens
     tenth in bfloat16: its blocks are made for many queries. The queries of a group share their keys
     in one product. In half precision, scores and their softmax are float32, as in the kernel.
     """
-    rows, heads, queries, size = q.shape
-    shared, length = k.shape[1:3]
-    few = rows * heads * queries * length <= _MOST_SCORES
-    if q.device.type != "cpu" or q.dtype is torch.float64 or not few:
+    few = q.shape[:3].numel() * k.shape[2] <= MOST_SCORES
+    if q.device.type != "cpu" or q.dtype is torch.float64 or not (few or is_half(v)):
         k = k if k.stride(-1) == 1 else k.contiguous()
         return sdpa(q, k, v, scale, mask.to(k.dtype), causal=False)
-    flat = q.to(k.dtype).mul_(scale).reshape(rows * shared, -1, size)
-    scores = torch.bmm(flat, k.transpose(2, 3).flatten(0, 1))
-    scores.view(rows, heads, queries, length).add_(mask)
-    return torch.bmm(scores.softmax(-1).to(v.dtype), v.flatten(0, 1)).view(q.shape)
+    return attend_by_products(q, k, v, scale, mask)[0]

@@ -17,11 +17,10 @@ from gspo_env.batch.packing import upload
 from gspo_env.engines.embedded.kv_attention import Queries
 from gspo_env.engines.embedded.prefix_attention import common_prefix
 from gspo_env.errors import EngineError
+from gspo_env.model.attention import padded_length
 from gspo_env.types import IntArray
 
 _FIRST_CAPACITY = 128
-_PLACES = 16
-"""The capacity of a slot grows by a multiple of it."""
 
 
 class KVCache:
@@ -35,7 +34,7 @@ class KVCache:
     def __init__(self, model: Any, slots: int, max_context: int) -> None:
         self._slots = slots
         self._max_context = max_context
-        self._capacity = min(_FIRST_CAPACITY, max_context)
+        self._capacity = padded_length(min(_FIRST_CAPACITY, max_context))
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._device = next(model.parameters()).device
 
@@ -133,7 +132,7 @@ class KVCache:
         if length <= before:
             return
         more = max(length, before + before // 4)
-        self._capacity = min(-(-more // _PLACES) * _PLACES, self._max_context)
+        self._capacity = padded_length(min(more, self._max_context))
         for index, layer in self._layers.items():
             self._layers[index] = self._allocate(layer[1].shape[1], layer[1])
             for new, old in zip(self._layers[index], layer, strict=True):
