@@ -126,7 +126,7 @@ def attend_by_products(
         dim = 0 if rows > 1 else 2
         parts = [(t.chunk(2, dim) if dim == 0 else (t, t)) for t in (k, v)]
         halves = zip(q.chunk(2, dim), *parts, mask.chunk(2, dim), strict=True)
-        results = [attend_by_products(*h[:3], scale, h[3], normaliser) for h in halves]
+        results = [attend_by_products(a, b, c, scale, m, normaliser) for a, b, c, m in halves]
         outs, norms = zip(*results, strict=True)
         return torch.cat(outs, dim), torch.cat(norms, dim) if normaliser else None
     if is_half(v) and k.stride(-2) != 1:  # the other order has another order of sums

@@ -116,6 +116,7 @@ class TreeAttention(PackedAttention):
             visible = torch.arange(path.shape[1]) <= position[:, None, :, None]
             mask = torch.where(visible, 0.0, -torch.inf)
             out, norm = attend_by_products(q, k, v, scale, mask, normaliser=True)
+            assert norm is not None  # it was asked for
             parts.append((out, norm[..., None]))
         out, norm = (
             torch.cat([t.transpose(1, 2).flatten(0, 1) for t in column]).index_select(0, restore)
