@@ -124,8 +124,8 @@ def compare(learner: Learner, peer: Peer, samples: list[Sample]) -> None:
     """Prints the difference of losses and gradients; stops if it is too large."""
     (minibatch,) = learner.score(learner.prepare(samples))
     passes = learner.backward(minibatch)
-    loss = sum(float(p.output.loss) for p in passes)
-    clipped = torch.cat([p.output.clipped for p in passes]).float().mean()
+    loss = sum(float(p.values["loss"]) for p in passes)
+    clipped = torch.cat([p.values["clipped"] for p in passes]).float().mean()
     theirs = peer.backward()
     ours = dict(learner.policy.named_parameters())
     expected = {n: p.grad for n, p in peer.model.named_parameters()}
