@@ -61,8 +61,8 @@ def test_sampling_follows_the_distribution(model):
 @pytest.mark.parametrize(
     ("module", "limit", "number"),
     [
-        (kv_attention, "_MOST_SCORES", 1 << 22),
-        (kv_attention, "_MOST_SCORES", 0),
+        (kv_attention, "MOST_SCORES", 1 << 22),
+        (kv_attention, "MOST_SCORES", 0),
         (prefix_attention, "_LEAST_BYTES", 0),
     ],
     ids=["products", "fused kernel", "common keys"],

@@ -17,7 +17,7 @@ from gspo_env.batch.packing import upload
 from gspo_env.engines.embedded.kv_attention import Queries
 from gspo_env.engines.embedded.prefix_attention import common_prefix
 from gspo_env.errors import EngineError
-from gspo_env.model.attention import padded_length
+from gspo_env.model.attention import is_half, padded_length
 from gspo_env.types import IntArray
 
 _FIRST_CAPACITY = 128
@@ -105,9 +105,10 @@ class KVCache:
     def _prefix(
         self, feeds: list[list[int]], families: Sequence[tuple[int, int] | None]
     ) -> tuple[int, list[IntArray]]:
-        if not self._layers or self._device.type != "cpu":
-            return 0, []
-        size = sum(tensor[0, :, 0].nbytes for tensor in next(iter(self._layers.values())))
+        layer = next(iter(self._layers.values()), None)
+        if layer is None or self._device.type != "cpu" or is_half(layer[1]):
+            return 0, []  # in half precision two sums round otherwise than the trainer's one
+        size = sum(tensor[0, :, 0].nbytes for tensor in layer)
         decoding = zip(feeds, families, strict=False)
         return common_prefix([f if len(feed) == 1 else None for feed, f in decoding], size)
 

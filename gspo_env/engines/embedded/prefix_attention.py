@@ -93,7 +93,7 @@ class PrefixRows:
     ) -> Tensor:
         """Returns the outputs of the rows, (B, H, D); see `Queries.attend`."""
         shared, size = keys.shape[1], keys.shape[3]
-        q = query.index_select(0, self._index).to(keys.dtype).mul_(scale)
+        q = query.index_select(0, self._index).mul_(scale)
         q = q.view(self.total, shared, -1, size)
         suffix_keys, suffix_values = (self._after_prefix(t) for t in (keys, values))
         suffix = torch.bmm(
@@ -113,7 +113,7 @@ class PrefixRows:
                 2,
             )
             scores.view(shared, count, -1, scores.shape[-1]).add_(mask[None, part])
-            p = scores.softmax(-1).to(values.dtype)
+            p = scores.softmax(-1)
             out = torch.bmm(p[..., : self._length], values[slot, :, : self._length])
             outs.append(out.view(shared, count, -1, size).transpose(0, 1))
             probs.append(p[..., self._length :].view(shared, count, -1, suffix.shape[-1]))
