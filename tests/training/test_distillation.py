@@ -224,7 +224,7 @@ def distil(teacher: str, output: Path) -> Config:
     return Config.from_recipe("tiny", **CHANGES, output=str(output), advantage=advantage)
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "nowhere", "nowhere.gguf", "emptied"])
+@pytest.mark.parametrize("name", ["./nowhere", "nowhere", "emptied"])
 def test_a_teacher_that_is_no_model_is_refused_before_any_episode(
     name: str, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
