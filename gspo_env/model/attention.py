@@ -25,6 +25,8 @@ from gspo_env.model import flash as varlen
 RAGGED = "gspo_ragged"
 MOST_SCORES = 1 << 22
 """Scores that a CPU holds at once."""
+KEYS = 16
+"""A product with a multiple of so many keys sums none of them apart."""
 _WASTE = 1.25
 """Largest ratio of a bucket's longest sequence to its shortest. Above it, another bucket costs
 less than the padding."""
@@ -126,7 +128,12 @@ def attend_by_products(
         dim = 0 if rows > 1 else 2
         parts = [(t.chunk(2, dim) if dim == 0 else (t, t)) for t in (k, v)]
         halves = zip(q.chunk(2, dim), *parts, mask.chunk(2, dim), strict=True)
-        results = [attend_by_products(a, b, c, scale, m, normaliser) for a, b, c, m in halves]
+        results = []
+        for each, keys, values, visible in halves:
+            last = int((visible.amax((0, 1, 2)) > -torch.inf).nonzero()[-1]) + 1
+            near = slice(padded_length(last))  # later keys are masked for all of these queries
+            part = keys[:, :, near], values[:, :, near], scale, visible[..., near]
+            results.append(attend_by_products(each, *part, normaliser))
         outs, norms = zip(*results, strict=True)
         return torch.cat(outs, dim), torch.cat(norms, dim) if normaliser else None
     if is_half(v) and k.stride(-2) != 1:  # the other order has another order of sums
@@ -141,8 +148,8 @@ def attend_by_products(
 
 
 def padded_length(length: int) -> int:
-    """Returns the next multiple of 16: a product with other numbers of keys sums the last apart."""
-    return -(-length // 16) * 16
+    """Returns the next multiple of `KEYS`."""
+    return -(-length // KEYS) * KEYS
 
 
 def is_half(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from gspo_env.batch.packing import upload
 from gspo_env.engines.embedded.kv_attention import Queries
 from gspo_env.engines.embedded.prefix_attention import common_prefix
 from gspo_env.errors import EngineError
-from gspo_env.model.attention import is_half, padded_length
+from gspo_env.model.attention import padded_length
 from gspo_env.types import IntArray
 
 _FIRST_CAPACITY = 128
@@ -106,11 +106,11 @@ class KVCache:
         self, feeds: list[list[int]], families: Sequence[tuple[int, int] | None]
     ) -> tuple[int, list[IntArray]]:
         layer = next(iter(self._layers.values()), None)
-        if layer is None or self._device.type != "cpu" or is_half(layer[1]):
-            return 0, []  # in half precision two sums round otherwise than the trainer's one
-        size = sum(tensor[0, :, 0].nbytes for tensor in layer)
+        if layer is None or self._device.type != "cpu":
+            return 0, []
         decoding = zip(feeds, families, strict=False)
-        return common_prefix([f if len(feed) == 1 else None for feed, f in decoding], size)
+        alike = [family if len(feed) == 1 else None for feed, family in decoding]
+        return common_prefix(alike, layer[0][0, :, 0].nbytes)
 
     def layer(self, index: int, key: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a layer's keys and values, allocated at its first use."""

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gspo_env.model.attention import KEYS, padded_length
 from gspo_env.types import IntArray
 
 MAX_SPAN_RATIO = 2
 """Attend over a contiguous range of slots if it has at most this many slots per row."""
-_LEAST_BYTES = 8 << 20
-"""Bytes of a layer's keys and values that must be saved: fewer are in a processor's cache."""
+_LEAST_BYTES = 4 << 20
+"""Bytes of a layer's keys that must be saved: fewer are in a processor's cache."""
 
 
 def common_prefix(
@@ -25,11 +26,11 @@ def common_prefix(
 ) -> tuple[int, list[IntArray]]:
     """Chooses which decoding rows read a common beginning once.
 
-    All groups share a prefix of one length, that which saves most.
+    All groups share a prefix of one length, that which saves most, in whole multiples of `KEYS`.
 
     Args:
         families: (B,) of each row, the family that it begins like and for how many tokens.
-        bytes_per_token: Those of a layer's keys and values.
+        bytes_per_token: Those of a layer's keys.
 
     Returns:
         The length and the rows of each group; 0 and no group if it does not pay.
@@ -42,9 +43,10 @@ def common_prefix(
     for length in sizes:
         sizes[length] = length * sum(len(r) - 1 for k, r in rows.items() if k[1] >= length)
     length = max(sizes, key=sizes.__getitem__, default=0)
-    if not sizes or sizes[length] * bytes_per_token < _LEAST_BYTES:
+    groups = [np.array(r) for k, r in rows.items() if k[1] >= length and len(r) > 1]
+    if not groups or length < KEYS or sizes[length] * bytes_per_token < _LEAST_BYTES:
         return 0, []
-    return length, [np.array(r) for k, r in rows.items() if k[1] >= length and len(r) > 1]
+    return length // KEYS * KEYS, groups
 
 
 class PrefixRows:
@@ -67,7 +69,7 @@ class PrefixRows:
         length: int,
     ) -> None:
         order = np.concatenate(groups)
-        self._length, self._end = length, int(start_B.max()) + 1
+        self._length, self._end = length, padded_length(int(start_B.max()) + 1)
         self._anchors = [int(slot_B[group[0]]) for group in groups]
         self._sizes = [len(group) for group in groups]
         self.total = len(order)
@@ -91,50 +93,40 @@ class PrefixRows:
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Returns the outputs of the rows, (B, H, D); see `Queries.attend`."""
-        shared, size = keys.shape[1], keys.shape[3]
-        q = query.index_select(0, self._index).mul_(scale)
-        q = q.view(self.total, shared, -1, size)
-        suffix_keys, suffix_values = (self._after_prefix(t) for t in (keys, values))
-        suffix = torch.bmm(
-            q.index_select(0, self._of_span).flatten(0, 1), suffix_keys.transpose(1, 2)
-        )
-        suffix = suffix.view(-1, shared, q.shape[2], suffix.shape[-1]).index_select(0, self._rows)
-        mask = self._mask(window)
-        probs, outs, first = [], [], 0
-        for slot, count in zip(self._anchors, self._sizes, strict=True):
-            part = slice(first, first := first + count)
-            heads = q[part].transpose(0, 1).reshape(shared, -1, size)
-            scores = torch.cat(
-                [
-                    torch.bmm(heads, keys[slot, :, : self._length].transpose(1, 2)),
-                    suffix[part].transpose(0, 1).reshape(shared, heads.shape[1], -1),
-                ],
-                2,
-            )
-            scores.view(shared, count, -1, scores.shape[-1]).add_(mask[None, part])
-            p = scores.softmax(-1)
-            out = torch.bmm(p[..., : self._length], values[slot, :, : self._length])
-            outs.append(out.view(shared, count, -1, size).transpose(0, 1))
-            probs.append(p[..., self._length :].view(shared, count, -1, suffix.shape[-1]))
-        suffix_probs = torch.cat([p.transpose(0, 1) for p in probs])
-        suffix_out = torch.bmm(
-            suffix_probs.index_select(0, self._of_span).flatten(0, 1), suffix_values
-        )
-        suffix_out = suffix_out.view(-1, *q.shape[1:]).index_select(0, self._rows)
-        return suffix_out.add_(torch.cat(outs)).view(self.total, *query.shape[1:])
+        """Returns the outputs of the rows, (B, H, D); see `Queries.attend`.
 
-    def _after_prefix(self, tensor: Tensor) -> Tensor:
-        """Returns the keys or values after the common ones, (B * Hkv, L, D)."""
-        part = tensor[:, :, self._length : self._end]
+        Scores are the same to the last bit as those of each row alone, and values are read row by
+        row, because the sum of two parts would round otherwise.
+        """
+        shared, size = keys.shape[1], keys.shape[3]
+        q = query.index_select(0, self._index).to(keys.dtype).mul_(scale)
+        q = q.view(self.total, shared, -1, size)
+        suffix_keys = self._of_rows(keys, self._length).transpose(1, 2)
+        suffix = torch.bmm(q.index_select(0, self._of_span).flatten(0, 1), suffix_keys)
+        suffix = suffix.view(-1, *q.shape[1:3], suffix.shape[-1]).index_select(0, self._rows)
+        parts, first = [], 0
+        for slot, count in zip(self._anchors, self._sizes, strict=True):
+            rows = slice(first, first := first + count)
+            heads = q[rows].transpose(0, 1).reshape(shared, -1, size)
+            prefix = torch.bmm(heads, keys[slot, :, : self._length].transpose(1, 2))
+            prefix = prefix.view(shared, count, -1, self._length).transpose(0, 1)
+            parts.append(torch.cat([prefix, suffix[rows]], 3))
+        scores = torch.cat(parts).add_(self._mask(window))
+        weights = scores.softmax(-1).to(values.dtype).index_select(0, self._of_span)
+        out = torch.bmm(weights.flatten(0, 1), self._of_rows(values, 0))
+        return out.view(-1, *query.shape[1:]).index_select(0, self._rows)
+
+    def _of_rows(self, tensor: Tensor, start: int) -> Tensor:
+        """Returns the keys or values of the rows from a place on, (B * Hkv, L, D)."""
+        part = tensor[:, :, start : self._end]
         if self._span is None:
             return part.index_select(0, self._slots).flatten(0, 1)
         return part[self._span[0] : self._span[1]].flatten(0, 1)
 
     def _mask(self, window: int | None) -> Tensor:
-        """Returns what is added to scores, (B, 1, P + L)."""
+        """Returns what is added to scores, (B, 1, 1, P + L)."""
         if window not in self._masks:
-            place = self._places[:, None, None]
+            place = self._places[:, None, None, None]
             column = torch.arange(self._end, device=place.device)
             visible = column <= place
             if window is not None:
