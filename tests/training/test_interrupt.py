@@ -105,8 +105,8 @@ def start_python(*arguments, prepare=None):
 
 
 def until(path, process):
-    """Waits until a file exists."""
-    while not Path(path).exists():
+    """Waits until there is a file of this pattern; a busy machine may miss one that is removed."""
+    while not any(Path().glob(path)):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
 
@@ -131,7 +131,7 @@ def points():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_and_exit_code_0(number):
     process = start("--config", "run.toml")
-    until("run/checkpoints/step-000002", process)
+    until("run/checkpoints/step-*[2-9]", process)
     with pytest.raises(OutputError, match=f"still running, in process {process.pid}"):
         Checkpoints(Path("run"), load_toml("run.toml").checkpoints)
     process.send_signal(number)
@@ -153,7 +153,7 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_and_exit_code_0(nu
 
 def test_a_killed_run_resumes_without_gaps_or_doubled_points():
     process = start("--config", "run.toml")
-    until("run/checkpoints/step-000003", process)
+    until("run/checkpoints/step-*[3-9]", process)
     process.kill()
     process.communicate()
     history = resume_run(2)
@@ -183,7 +183,7 @@ def test_a_run_stopped_in_its_warm_up_says_how_to_begin_again_and_so_does_resume
 @pytest.mark.slow
 def test_ctrl_c_stops_at_once_after_another_signal():
     process = start("--config", "run.toml")
-    until("run/checkpoints/step-000002", process)
+    until("run/checkpoints/step-*[2-9]", process)
     Path("wait").touch()
     until("waiting", process)
     process.send_signal(signal.SIGHUP)
@@ -211,14 +211,14 @@ asyncio.new_event_loop().run_until_complete(cell())  # `asyncio.run` has a handl
 @pytest.mark.slow
 def test_ctrl_c_stops_a_run_in_a_notebook_after_its_step_and_the_second_one_at_once():
     process = start_python("-c", CELL)
-    until("run/checkpoints/step-000002", process)
+    until("run/checkpoints/step-*[2-9]", process)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert f"Stopped after step {steps()[-1]} of 500. Resume with" in output
     shutil.rmtree("run")
     process = start_python("-c", CELL)
-    until("run/checkpoints/step-000002", process)
+    until("run/checkpoints/step-*[2-9]", process)
     Path("wait").touch()
     until("waiting", process)
     for _ in range(2):
