@@ -166,7 +166,7 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     config = _with_score_of_file(config, file, "advantage" in choices, env)
     paths = {resolve(config, flag): texts for flag, texts in flags.items()}
     if "--help" in options and (group := options[-1]) != "--help":
-        load_function("gspo_env.cli.options:print_options", "help")(config, group)
+        print_options(config, group)
     config = override(config, nested({p: _value(config, p, t) for p, t in paths.items()}))
     shown = {kind: name_of(kind, getattr(config, kind)) for kind in BUILTIN}
     return command(choices=Choices(config=file, **shown), settings=config, **table), options

@@ -177,11 +177,11 @@ class BranchingCollector(Collector):
     def __init__(self, plain: Collector, branching: Branching) -> None:
         super().__init__(**{f.name: getattr(plain, f.name) for f in fields(Collector) if f.init})
         self._plain, self.branching = plain, branching
-        slots, kept = plain.config.concurrency, plain.config.group_size
-        groups = max(1, slots // (2 * kept))
+        slots, size = plain.config.concurrency, plain.config.group_size
+        groups = max(1, slots // (2 * size))
         self._groups = asyncio.Semaphore(groups)
         """Limits the groups in flight: the engine keeps their episodes until all have branched."""
-        points = (slots - groups * kept) // branching.continuations
+        points = (slots - groups * size) // branching.continuations
         self._points = asyncio.Semaphore(max(1, points))
         """Limits the turns that are branched at to what the engine has room for beside them."""
 
