@@ -155,6 +155,8 @@ def test_python_refuses_a_setting_by_name(make, words):
         ("[rollout]\nmax_turn_tokens = 512", "max_turn_tokens is 512; expected less"),
         ("steps = ", "not valid TOML"),
         ("[advantage]\nlam = 0.9", "advantage.'lam': it is a setting of group_gae, and adv"),
+        ("[supply]\nmax_resamples = 1\nmin_success = 0.9\nmax_success = 0.1", "min_success is 0.9"),
+        ("[supply]\nmax_success = 0.9", "max_resamples 0, so they have no effect"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_by_name(tmp_path, text, words):
@@ -188,16 +190,3 @@ def test_parameters_are_flat_and_complete():
         for v in (getattr(Config(), f.name) for f in dataclasses.fields(Config))
     )
     assert len(flat) == leaves
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"max_staleness": -1}, "max_staleness is -1; expected an integer of at least 0"),
-        ({"max_resamples": 1, "min_success": 0.9, "max_success": 0.1}, "min_success is 0.9"),
-        ({"max_success": 0.9}, "max_resamples 0, so they have no effect"),
-    ],
-)
-def test_an_invalid_setting_of_the_supply_is_named_with_what_is_allowed(wrong, said):
-    with pytest.raises(ConfigError, match=said):
-        from_dict({"supply": wrong})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
+import typing
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -12,8 +14,8 @@ import numpy as np
 import pytest
 from annotated_types import Ge, Gt, Interval
 
+from gspo_env.config import Config
 from gspo_env.errors import ConfigError
-from gspo_env.learner import GRPO
 from gspo_env.registry import BUILTIN, _plugins, check_values, find, name_of, names
 
 PLUGIN = """
@@ -96,10 +98,19 @@ def test_a_value_outside_of_its_annotation_is_named_with_what_is_allowed(field, 
     assert str(caught.value) == f"{field} is {value!r:.100}; expected {allowed}"
 
 
+SECTIONS = [Config, *(type(getattr(Config(), f.name)) for f in dataclasses.fields(Config))]
+CHOICES = [find(kind, name) for kind in BUILTIN for name in BUILTIN[kind]]
+
+
+@pytest.mark.parametrize(
+    "cls", dict.fromkeys(filter(dataclasses.is_dataclass, [*SECTIONS, *CHOICES]))
+)
+def test_every_setting_with_bounds_or_a_list_of_values_is_checked(cls):
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        if typing.get_origin(hint) in (Annotated, Literal):
+            with pytest.raises(ConfigError, match=f"^{name} is nan; expected"):
+                cls(**{name: math.nan})
+
+
 def test_numbers_of_numpy_and_whole_numbers_are_taken():
     check_values(Settings(count=np.int64(3), share=np.float32(0.25), size=2))
-
-
-def test_a_class_that_changes_a_default_keeps_the_bounds():
-    with pytest.raises(ConfigError, match=r"clip_low is 1\.5"):
-        GRPO(clip_low=1.5)

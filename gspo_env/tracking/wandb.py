@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gspo_env.registry import check_values
 from gspo_env.tracking.base import RunInfo, Status, needs
 
 
@@ -19,6 +20,10 @@ class WandB:
     """The project that the run belongs to."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes to the run's folder only; `wandb sync` uploads it later."""
+
+    def __post_init__(self) -> None:
+        """Rejects invalid values."""
+        check_values(self)
 
     def start(self, run: RunInfo) -> WandBTracker:
         """Starts the run; a comparison's runs form a group."""

@@ -9,20 +9,17 @@ import forks
 import numpy as np
 import pytest
 
-from gspo_env.chat.conversation import Transcript, tokenize
+from gspo_env.chat.conversation import Transcript
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.types import (
-    Episode,
     Group,
     Message,
     Prompt,
     StepInfo,
-    StopReason,
     Task,
     ToolCall,
-    Turn,
 )
 
 TASK = Task(env_id="test", seed=0)
@@ -281,24 +278,6 @@ def test_keep_keeps_a_conversation_that_grows_and_begins_again_otherwise():
     )
     transcript.write(sampled(chat, "cedar"))
     assert ask(transcript, user("summary")).parent is None
-
-
-def test_demonstrations_have_the_sequences_of_rollouts():
-    chat = forks.make_chat("thinking")
-    texts = ["<think>two</think>stone", "<think>links</think>cedar"]
-    turns = tuple(Turn(text=t, observation="amber", reward=0.0) for t in texts)
-    episode = Episode(
-        task=TASK,
-        turns=turns,
-        outcome=0.0,
-        stop_reason=StopReason.TERMINATED,
-        terminated=True,
-        truncated=False,
-    )
-    shown = tokenize(episode, chat)
-    assert shown.turns[0].parent is None
-    text_of_ids = chat.decode_all(shown.sequences[-1].token_ids.tolist())
-    assert "stone" in text_of_ids
 
 
 def test_a_first_conversation_of_reset_is_the_first_prompt(chat):

@@ -126,9 +126,7 @@ def test_an_optimiser_of_ones_own_that_cannot_be_used_is_named(model, tmp_path, 
         learner_of(model, optimizer=f"{tmp_path}/mine.py:{function}")
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"optimizer": "adam"}, {"lora_alpha": -1.0}, {"lora_targets": "q_proj,,"}]
-)
+@pytest.mark.parametrize("wrong", [{"optimizer": "adam"}, {"lora_targets": "q_proj,,"}])
 def test_an_invalid_setting_is_named_with_its_value(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(ConfigError, match=f"{name} is {value!r}; expected"):

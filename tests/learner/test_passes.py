@@ -96,13 +96,3 @@ def test_unknown_engine_logprobs_of_some_samples_leave_the_others_measured(model
     assert metrics["train/logprob_diff_max"] > 0
     metrics = learner_of(model).update(mixed)  # one row
     assert not any("logprob_diff" in name or "outside" in name for name in metrics)
-
-
-def test_pi_old_stays_that_of_the_rollout_through_every_minibatch(model, samples):
-    learner = learner_of(model, dtype=torch.float64, minibatches=3, learning_rate=1e-2)
-    before = learner.logprobs(pack(samples))
-    metrics = learner.update(samples)
-    after = learner.logprobs(pack(samples))
-    assert (before - after).abs().max() > 1e-2
-    assert metrics["train/ratio_max"] > 1.0 + 1e-4
-    assert metrics["train/clipped_fraction"] > 0.0

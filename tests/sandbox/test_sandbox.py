@@ -501,14 +501,6 @@ def test_a_double_fork_does_not_outlive_the_run(tmp_path: Path) -> None:
         assert imprisoned() == []
 
 
-def test_a_run_dies_with_the_process_that_asked_for_it() -> None:
-    code = "from gspo_env.sandbox import Sandbox\nSandbox(seconds=600.0).run('while True: pass')"
-    with subprocess.Popen([sys.executable, "-c", code]) as process:
-        assert eventually(lambda: imprisoned(process.pid))
-        process.kill()
-    assert eventually(lambda: not imprisoned(process.pid))
-
-
 SYSTEM_CALLS = {
     "a new user namespace": ("unshare", 0x10000000),
     "a memory file": ("memfd_create", b"x", 0),

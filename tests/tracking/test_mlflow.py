@@ -256,7 +256,6 @@ def test_inputs_are_recorded_once_and_the_model_becomes_a_version_once(begin, tm
     [
         ({"register": "policy", "log_model": False}, "log_model is false"),
         ({"register": "a/b"}, "a name without / and :"),
-        ({"train_traces": -1}, "train_traces is -1"),
     ],
 )
 def test_impossible_settings_are_refused(settings, words):

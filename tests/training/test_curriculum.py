@@ -28,10 +28,7 @@ def test_a_ladder_goes_up_when_the_mean_of_its_window_at_this_value_is_high_enou
     assert climb(Ladder(option="word", values=("a", "b"), window=1), [0.8, 0.0]) == ["a", "b", "b"]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"option": ""}, {"values": ()}, {"success": 1.5}, {"window": 0}],
-)
+@pytest.mark.parametrize("wrong", [{"option": ""}, {"values": ()}])
 def test_an_invalid_ladder_is_named(wrong):
     with pytest.raises(ConfigError, match="expected"):
         Ladder(**wrong)

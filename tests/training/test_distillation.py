@@ -198,7 +198,6 @@ def test_another_tokenizer_is_refused(learner: Learner, teacher: str) -> None:
     [
         ({}, "expected a hint"),
         ({"teacher": "x", "estimator": "return_to_go"}, "did you mean returns_to_go"),
-        ({"teacher": "x", "gamma": 2.0}, "gamma"),
     ],
 )
 def test_wrong_settings_are_refused(

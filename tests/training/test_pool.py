@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from gspo_env.errors import ConfigError
 from gspo_env.training.curriculum import StepResult
 from gspo_env.training.pool import Pool
 from gspo_env.training.split import draw_tasks
@@ -54,9 +53,3 @@ def test_groups_are_recorded_by_key_or_else_by_seed_and_without_failed_episodes(
     right = replace(wrong, success=True)
     group = Group(task=task, episodes=(right, wrong, wrong))
     assert Pool().record([group]) == [(task.seed, str(task.seed), 1, 3)]
-
-
-@pytest.mark.parametrize("wrong", [{"share": 1.5}, {"decay": 0.0}])
-def test_an_invalid_pool_is_named(wrong):
-    with pytest.raises(ConfigError, match="expected"):
-        Pool(**wrong)
