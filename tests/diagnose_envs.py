@@ -9,7 +9,9 @@ import asyncio
 import random
 from dataclasses import dataclass, replace
 
-from gspo_env import TextEnv, ToolEnv, tool
+from small_env import Tools
+
+from gspo_env import TextEnv, tool
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.learner import GSPO
 
@@ -82,20 +84,15 @@ class Long(Pick):
         return " ".join([super().expert_action(noise)] * times)
 
 
-class Malformed(ToolEnv):
+class Malformed(Tools):
     """A malformed call is paid better than a right one."""
 
     system_prompt = "Call the tool."
     credit_score = "turns"
-    blocking = False
     error_reward = 0.5
 
     def __init__(self):
         super().__init__(max_turns=3)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed, options=options)
-        return "go", {}
 
     @tool
     def pick(self, word: str) -> str:

@@ -31,6 +31,19 @@ def tiny(**changes):
     return override(override(Config.from_recipe(), settings), changes)
 
 
+def drawn(**changes):
+    """The settings of a run of `drawn_envs.py`, of whose twenty tasks some are held out."""
+    settings = {
+        "recipe": {
+            **{"hidden_size": 16, "layers": 1, "heads": 2},
+            **{"demonstrations": 60, "imitation_steps": 40, "imitation_learning_rate": 0.02},
+        },
+        **{"env": "drawn_envs.py:Turns", "steps": 3, "tasks_per_step": 8},
+        **{"eval_every": 10, "eval_tasks": 12},
+    }
+    return tiny(**{**settings, **changes})
+
+
 def talks(**changes):
     """The settings of a run of `talk.py`, which has a checkpoint after each step."""
     settings = Config.from_recipe(

@@ -35,24 +35,17 @@ SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=10)
 
 
 BREAKS = '''
-from gspo_env import TextEnv
+from small_env import Shown
 
-class Breaks(TextEnv):
+class Breaks(Shown):
     """Works in the demonstrations and in the evaluation, and fails in training."""
     num_tasks = 1
     broken = False
 
     def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
         if seed < 10**9 and self.broken:
             raise ConnectionError("the server is gone")
-        return "Say yes.", {}
-
-    def step(self, action):
-        return "", 1.0, True, False, {}
-
-    def expert_action(self, noise=0.0):
-        return "yes"
+        return super().reset(seed=seed)
 '''
 
 
@@ -188,17 +181,13 @@ def test_the_same_seed_does_the_same_also_in_a_notebook_whose_event_loop_runs():
 
 
 YES = """
-from gspo_env import TextEnv
+from small_env import Small
 
-class Yes(TextEnv):
-    blocking = False
+class Yes(Small):
+    first = "Say yes."
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return "Say yes.", {}
-
-    def step(self, action):
-        return "", float(action.strip() == "yes"), True, False, {}
+    def reward(self, action):
+        return float(action.strip() == "yes")
 
     def expert_action(self, noise=0.0):
         return "yes" if self.np_random.random() < 0.5 else "no"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from small_env import Tools
 
-from gspo_env import ToolEnv, tool
+from gspo_env import tool
 from gspo_env.check import check_env
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env
@@ -19,8 +20,6 @@ from gspo_env import TextEnv
 
 class Book(TextEnv):
     \"\"\"Its observations have as many characters as its argument says.\"\"\"
-    blocking = False
-
     def __init__(self, first=10, later=10):
         super().__init__()
         self.first, self.later = first, later
@@ -80,20 +79,13 @@ def test_an_environment_in_its_own_process_has_the_same_limit(book):
 
 
 def test_the_answers_of_tools_are_cut_at_the_limit():
-    class Reader(ToolEnv):
+    class Reader(Tools):
         """Reads a file of unknown length."""
-
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed, options=options)
-            return "Read.", {}
 
         @tool
         def read(self) -> str:
             """Read the file."""
             return "a" * 50_000
-
-        def on_final(self, text):
-            return "", 0.0, True
 
     env = Reader()
     env.reset(seed=0)

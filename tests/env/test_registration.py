@@ -7,6 +7,7 @@ from pathlib import Path
 
 import gymnasium
 import pytest
+from small_env import Small
 
 import gspo_env
 from gspo_env.check import check_env
@@ -77,12 +78,8 @@ def test_unknown_names_are_one_clear_error(
 
 
 def test_a_class_needs_no_file_and_anything_else_is_one_clear_error() -> None:
-    class Yes(TextEnv):
+    class Yes(Small):
         """Defined in a cell of a notebook."""
-
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            return "Say yes.", {"task_key": 0}
 
         def step(self, action):
             return "", float(action == "yes"), True, False, {"success": action == "yes"}

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_env import Tools
 
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import Tool, ToolCall, as_tool, format_tool_call, tool, tool_call_frames
@@ -247,14 +248,10 @@ def double(number: int) -> int:
     return 2 * number
 
 
-class Listed(ToolEnv):
+class Listed(Tools):
     """Functions, decorated or not, and a method."""
 
     tools = [double]  # noqa: RUF012
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return "go", {}
 
     @tool
     def half(self, number: int) -> float:
@@ -264,9 +261,6 @@ class Listed(ToolEnv):
             number: The number.
         """
         return number / 2
-
-    def on_final(self, text):
-        return "", 1.0, True
 
 
 class Inherited(Listed):

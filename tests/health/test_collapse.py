@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import runs
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env.config import Config, override
+from gspo_env.config import override
 from gspo_env.health.collapse import EvalSnapshot, find_collapse, may_be_chance, stays_lower
 
 COLLAPSED = [0.97, 1.0, 0.84, 1.0, 1.0, 1.0, 1.0, 0.97, 1.0, 0.0, 0.0, 0.0]
@@ -48,9 +49,9 @@ def test_a_run_that_collapsed_is_found_at_its_first_bad_evaluation():
 
 @pytest.mark.parametrize(("success", "episodes"), GOOD)
 def test_runs_that_oscillate_are_no_collapse(success, episodes):
-    runs = [snapshot(k, p, episodes=episodes, return_std=1.0) for k, p in enumerate(success)]
-    assert first_collapse(runs) == ("", None)
-    assert not stays_lower(runs)
+    run = [snapshot(k, p, episodes=episodes, return_std=1.0) for k, p in enumerate(success)]
+    assert first_collapse(run) == ("", None)
+    assert not stays_lower(run)
 
 
 def test_a_third_that_is_lost_for_good_is_found_at_the_end():
@@ -90,24 +91,15 @@ def test_a_best_of_many_evaluations_has_to_be_better_than_of_two():
 
 PAYS_UNTIL_A_FILE_APPEARS = '''
 from pathlib import Path
-from gspo_env import TextEnv
+from small_env import Shown
 
 
-class Turns(TextEnv):
+class Turns(Shown):
     """Pays for any action until a file appears, then for none."""
-
-    blocking = False
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return f"say {seed % 7}", {"task_key": str(seed)}
 
     def step(self, action):
         good = not Path("over").exists()
         return "", float(good), True, False, {"success": good}
-
-    def expert_action(self, noise=0.0):
-        return "yes"
 '''
 
 
@@ -116,7 +108,7 @@ def test_a_run_warns_of_a_collapse_in_the_terminal_and_the_folder_and_names_its_
     in_folder, capsys
 ):
     Path("turns.py").write_text(PAYS_UNTIL_A_FILE_APPEARS)
-    config = Config.from_recipe(
+    config = runs.tiny(
         env="turns.py:Turns",
         output="run",
         steps=1,
@@ -124,14 +116,7 @@ def test_a_run_warns_of_a_collapse_in_the_terminal_and_the_folder_and_names_its_
         eval_every=1,
         eval_tasks=16,
         rollout={"group_size": 2, "max_turn_tokens": 8},
-        tracker={"name": "none"},
-        recipe={
-            "hidden_size": 32,
-            "heads": 2,
-            "layers": 1,
-            "demonstrations": 16,
-            "imitation_steps": 300,
-        },
+        recipe={"layers": 1, "demonstrations": 16, "imitation_steps": 300},
         credit={"score": "turns"},
     )
     GSPOAgent(config=config).train()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from cli_errors import refused
+from small_env import Small
 
 from gspo_env.cli.main import main
 from gspo_env.config import Config
-from gspo_env.env import TextEnv
 from gspo_env.errors import TrainingError
 from gspo_env.health.evaluation import check_success
 from gspo_env.health.findings import Finding
@@ -19,35 +19,28 @@ from gspo_env.rollout.play import play_now
 from gspo_env.types import Group, Task
 
 ENVS = '''
-from gspo_env import TextEnv
+from small_env import Small
 
-class Plain(TextEnv):
+class Plain(Small):
     """Write yes."""
-    blocking = False
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return "Write yes.", {}
-    def step(self, action):
-        return "", float(action == "yes"), True, False, {}
+    first = "Write yes."
+    def reward(self, action):
+        return float(action == "yes")
     def expert_action(self, noise=0.0):
         return "no" if self.np_random.random() < noise else "yes"
 
 class Long(Plain):
     """Its first observation has 200,000 characters."""
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return "word " * 40_000, {}
+    first = "word " * 40_000
 
 class Wordy(Plain):
     """Its prompts do not fit a short context."""
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return "word and " * 400, {}
+    first = "word and " * 400
 
 class Same(Plain):
     """Every action has the same reward."""
-    def step(self, action):
-        return "", 0.0, True, False, {}
+    def reward(self, action):
+        return 0.0
 
 class Mute(Plain):
     """It has no demonstrator."""
@@ -192,17 +185,11 @@ def test_a_run_of_one_step_is_judged_by_it_and_a_strict_run_stops():
         first_steps([FLAT], steps=1, strict=True)
 
 
-class Tips(TextEnv):
+class Tips(Small):
     """Gives every action a small reward and some a large one; no step says `success`."""
 
-    blocking = False
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return "say", {}
-
-    def step(self, action):
-        return "", 0.1 + float(len(action) % 2), True, False, {}
+    def reward(self, action):
+        return 0.1 + float(len(action) % 2)
 
 
 class SetsSuccess(Tips):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_engine import Scripted
+from small_env import Shown, Tools
 
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.base import Transformers
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
-from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import ToolCall, tool
 from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.recipes.babble import babble
@@ -161,22 +160,11 @@ def test_an_impossible_value_is_named(values, words):
         Tiny(**values)
 
 
-class Endless(TextEnv):
+class Endless(Shown):
     """It never ends an episode."""
 
-    blocking = False
-    pause = 0.0
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return "go", {}
-
     def step(self, action):
-        time.sleep(self.pause)
         return "on", 0.0, False, False, {}
-
-    def expert_action(self, noise=0.0):
-        return "yes"
 
 
 TASKS = [Task(env_id="endless", seed=n) for n in range(3)]
@@ -245,22 +233,13 @@ def test_without_a_demonstrator_the_model_learns_to_end_its_turns():
 
 
 def test_babble_calls_tools_in_their_format_and_repeats():
-    class WithTool(ToolEnv):
+    class WithTool(Tools):
         """It has a tool and no demonstrator."""
-
-        blocking = False
-
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed, options=options)
-            return "Ask for amber.", {}
 
         @tool
         def lookup(self, key: str) -> str:
             """Look a key up."""
             return key
-
-        def on_final(self, text):
-            return "", 0.0, True
 
     texts = [e.turns[0].text for e in babble(WithTool(), "test", 64, 0)]
     calls = [text for text in texts if text.startswith("<tool_call>")]

@@ -23,17 +23,15 @@ from gspo_env.tracking.console import Progress
 from gspo_env.types import Task
 
 YES = """
-from gspo_env import TextEnv
+from small_env import Small
 
-class Yes(TextEnv):
-    blocking = False
-
+class Yes(Small):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         return f"Say yes, {seed % 9}.", {"task_key": str(seed % 9)}
 
-    def step(self, action):
-        return "", float(action.strip() == "yes"), True, False, {}
+    def reward(self, action):
+        return float(action.strip() == "yes")
 
 class Shown(Yes):
     def expert_action(self, noise=0.0):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from gymnasium.wrappers import TimeLimit
 from rollouts import collector, episodes, play
+from small_env import Small
 
 from gspo_env.batch.sample import to_samples
 from gspo_env.engines.embedded.engine import TransformersEngine
-from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.metrics import RolloutStats
@@ -21,15 +21,14 @@ from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import StopReason, Task
 
 
-class Echo(TextEnv):
+class Echo(Small):
     """Returns the same result for every action, until the rollout stops it."""
+
+    first = 'Follow 2 links from "amber".'
+    blocking = None
 
     def __init__(self, result=None):
         self.result = result or ("go on", 0.5, False, False, {})
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return 'Follow 2 links from "amber".', {}
 
     def step(self, action):
         if isinstance(self.result, Exception):

@@ -15,15 +15,20 @@ from functools import partial
 import pytest
 import rollouts
 from rollouts import collector, episodes
+from small_env import Small
 
-from gspo_env.env.base import TextEnv
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.rollout.play import play_now
 from gspo_env.types import FAILURES, StopReason, Task
 
 
-class Counted(TextEnv):
+class Asks(Small):
+    first = 'Follow 2 links from "amber".'
+    blocking = None
+
+
+class Counted(Asks):
     """Fails as `fault` says in the first step of the instances with the numbers in `bad`."""
 
     made: list[Counted]
@@ -34,10 +39,6 @@ class Counted(TextEnv):
     def __init__(self):
         self.number = len(self.made)
         self.made.append(self)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return 'Follow 2 links from "amber".', {}
 
     def step(self, action):
         result = ["end", 1.0, True, False, {"success": True}]
@@ -212,17 +213,16 @@ def test_a_cause_is_logged_once_with_its_line_and_counted_at_the_end(player, cap
     assert 'raise OSError("lost")' in running.pool.faults.first.traceback
 
 
-class Database(TextEnv):
+class Database(Asks):
     """Uses a connection that only the thread that made it may use."""
 
     def __init__(self):
         self.database = self.mine = sqlite3.connect(":memory:")
 
     def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
         self.database.execute("SELECT 1")
         self.mine = sqlite3.connect(":memory:")
-        return 'Follow 2 links from "amber".', {}
+        return super().reset(seed=seed)
 
     @property
     def system_prompt(self):
@@ -251,7 +251,7 @@ def test_an_environment_keeps_one_thread_from_its_making_to_its_close(player, ca
     assert threading.main_thread() not in Database.closed
 
 
-class Stuck(TextEnv):
+class Stuck(Asks):
     """Never returns from the first step of some tasks."""
 
     release = threading.Event()
@@ -261,14 +261,10 @@ class Stuck(TextEnv):
     def __init__(self):
         self.number, type(self).made = self.made, self.made + 1
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return 'Follow 2 links from "amber".', {}
-
     def step(self, action):
         if self.number in self.stuck:
             self.release.wait()
-        return "end", 1.0, True, False, {}
+        return super().step(action)
 
 
 def test_a_call_that_never_returns_costs_one_attempt_and_is_counted(player):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from runs import talks
+from small_env import Small
 from virtual_clock import run
 
 from gspo_agents.gspo import GSPOAgent
@@ -217,13 +218,8 @@ def test_no_action_begins_while_an_engine_takes_weights_that_cannot_in_flight():
             self.weights_version = version
             log.append("to")
 
-    class Talks(TextEnv):
-        blocking = False
+    class Talks(Small):
         takes_cut_actions = True
-
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            return "go", {}
 
         def step(self, action):
             return "more", 0.0, *self.end_turn(False), {}

@@ -3,82 +3,28 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 from cli_errors import refused
-from runs import timeless
+from runs import drawn, timeless
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
-from gspo_env.config import Config
-from gspo_env.recipes import Tiny
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.training import draw_tasks
 from gspo_env.training.split import Split, join
 from gspo_env.trust import read_saved
 from gspo_env.types import Task, bare_episode
 
-TWO = """
-from gspo_env import TextEnv
-
-class Turns(TextEnv):
-    \"\"\"Rewards each turn. `stepped` has the tasks that were played.\"\"\"
-    blocking = False
-    num_tasks = 20
-    credit_score = "turns"
-    stepped = []
-
-    def __init__(self, bonus=0.0):
-        super().__init__()
-        self.bonus = bonus
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.seed, self.task = seed, self.draw()
-        return f"task {self.task}", {"task_key": self.task}
-
-    def draw(self):
-        return int(self.np_random.integers(20))
-
-    def step(self, action):
-        self.stepped.append((self.seed >= 10**9, self.task))
-        return "", self.bonus + (action == "yes"), True, False, {}
-
-    def expert_action(self, noise=0.0):
-        return "yes" if self.np_random.random() > 0.5 else "no"
-
-class Last(Turns):
-    \"\"\"Has the same task keys, other draws, and gives an outcome only.\"\"\"
-    gives_outcome = True
-    credit_score = "outcome"
-    stepped = []
-
-    def draw(self):
-        return 19 - int(self.np_random.integers(20))
-
-    def step(self, action):
-        self.stepped.append((self.seed >= 10**9, self.task))
-        return "", 0.0, True, False, {"episodic_reward": float(action == "no")}
-"""
-SMALL = {"hidden_size": 16, "layers": 1, "heads": 2, "demonstrations": 60, "imitation_steps": 40}
-
 
 def mixed(**changes):
-    return Config.from_recipe(
-        Tiny(**SMALL, imitation_learning_rate=0.02),
-        env=("two.py:Turns:3", "last=two.py:Last:1"),
-        steps=3,
-        tasks_per_step=8,
-        eval_tasks=12,
-        rollout={"group_size": 4},
-        tracker="none",
-        **changes,
-    )
+    return drawn(env=("two.py:Turns:3", "last=two.py:Last:1"), **changes)
 
 
 @pytest.fixture
 def folder(tmp_path, in_folder):
-    (tmp_path / "two.py").write_text(TWO)
+    shutil.copy(Path(__file__).parents[1] / "drawn_envs.py", tmp_path / "two.py")
     return tmp_path
 
 
@@ -130,7 +76,8 @@ def test_a_strangers_mixture_is_data(folder, capsys):
     assert read_saved("theirs").untrusted == {}  # the user's own record
     for note in (folder / "state").rglob("*.json"):
         note.unlink()
-    (folder / "two.py").write_text(TWO + "\nopen('proof', 'w').close()\n")
+    with (folder / "two.py").open("a") as file:
+        file.write("\nopen('proof', 'w').close()\n")
     saved = read_saved("theirs")
     assert saved.untrusted == {"env": ["two.py:Turns:3", "last=two.py:Last:1"]}
     said = refused(capsys, "evaluate", "--model", "theirs")

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from runs import drawn
 from scripted_engine import Scripted
+from small_env import Small
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
-from gspo_env.config import Config
-from gspo_env.env.base import TextEnv, attribute
+from gspo_env.env.base import attribute
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EnvironmentContractError, RolloutError
-from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout import Collector, EnvPool, RolloutConfig, RolloutStats
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.training import hold_out, read_resets
@@ -120,18 +122,12 @@ def test_the_evaluation_plays_only_held_out_tasks_and_leaves_half_of_the_draws(
         assert len(set(split.keys)) < max(3, number)
 
 
-class Slow(TextEnv):
-    """Ten tasks; the keys of some resets come later than others."""
-
-    blocking = True
+class Ten(Small):
+    """Ten tasks."""
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.task = int(self.np_random.integers(10))
-        return "go", {"task_key": self.task}
-
-    def step(self, action):
-        return "", 0.0, True, False, {}
+        return "go", {"task_key": int(self.np_random.integers(10))}
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -139,7 +135,7 @@ def test_a_group_plays_one_task_whatever_the_concurrency(chat, blocking):
     tasks = training_tasks("x", 24)
     seeds = []
     for limit in (1, 7, 96):
-        running = collector(chat, Slow, concurrency=limit)
+        running = collector(chat, Ten, concurrency=limit)
         running.pool.blocking = blocking
         held_out = {"x": {"1", "2", "3"}}
         groups = asyncio.run(running.collect(tasks, seed=0, group_size=4, held_out=held_out))
@@ -169,9 +165,7 @@ def test_options_stay_and_an_error_names_what_has_no_task_left(chat):
 
 
 def test_a_key_that_does_not_follow_from_the_seed_is_an_error(chat):
-    class Fickle(Slow):
-        blocking = False
-
+    class Fickle(Ten):
         def reset(self, *, seed=None, options=None):
             super().reset(seed=seed)
             return "go", {"task_key": random.choice("ab")}
@@ -183,9 +177,7 @@ def test_a_key_that_does_not_follow_from_the_seed_is_an_error(chat):
 
 
 def test_a_failing_reset_costs_one_task_of_the_evaluation(caplog):
-    class Broken(Slow):
-        blocking = False
-
+    class Broken(Ten):
         def reset(self, *, seed=None, options=None):
             observation, info = super().reset(seed=seed)
             if seed == HELD_OUT + 1:
@@ -199,50 +191,11 @@ def test_a_failing_reset_costs_one_task_of_the_evaluation(caplog):
         hold_out("x", 4, lambda tasks: [], num_tasks=0)
 
 
-FEW = """
-from gspo_env import TextEnv
-
-class Few(TextEnv):
-    \"\"\"Twenty tasks, which the seed draws; `stepped` has the keys that were played.\"\"\"
-    blocking = False
-    num_tasks = 20
-    stepped = []
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.seed, self.task = seed, int(self.np_random.integers(20))
-        return f"task {self.task}", {"task_key": self.task}
-    def step(self, action):
-        self.stepped.append((self.seed >= 10**9, self.task))
-        return "", float(action == "yes"), True, False, {}
-    def expert_action(self, noise=0.0):
-        return "yes" if self.np_random.random() > 0.5 else "no"
-"""
-
-
-def few(**changes):
-    return Config.from_recipe(
-        Tiny(
-            hidden_size=16,
-            layers=1,
-            heads=2,
-            demonstrations=60,
-            imitation_steps=40,
-            imitation_learning_rate=0.02,
-        ),
-        env="few.py:Few",
-        steps=3,
-        tasks_per_step=8,
-        eval_tasks=12,
-        tracker="none",
-        **changes,
-    )
-
-
 def test_a_run_trains_on_no_evaluated_task_and_its_folder_evaluates_the_same(
     tmp_path, in_folder, capsys
 ):
-    (tmp_path / "few.py").write_text(FEW)
-    agent = GSPOAgent(config=few(output="out"))
+    shutil.copy(Path(__file__).parents[1] / "drawn_envs.py", tmp_path)
+    agent = GSPOAgent(config=drawn(output="out"))
     played = next(iter(agent.environments.envs.values())).unwrapped.stepped
     tasks = {e.reset.task_key for e in agent._start.episodes}
     assert len(tasks) > 15  # the demonstrations meet the tasks of the evaluation too
