@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 
 from gspo_env.cli.main import main
@@ -23,26 +24,20 @@ GOOD = {
             *("rollout/stop/max_turn_tokens", "rollout/stop/max_context"),
             *("rollout/stop/max_turns", "rollout/stop/timeout", "train/skipped_steps"),
         ],
-        (0.0, 0.0),
+        0.0,
     ),
-    **{"rollout/return_std": (0.4, 0.4), "rollout/turns": (3.0, 3.0)},
-    **{"rollout/tokens": (768.0, 768.0), "time/learner_idle": (0.4, 0.4)},
-    **{"time/rollout_idle": (0.7, 0.7), "rollout/stop/terminated": (1.0, 1.0)},
-    **{"train/logprob_diff_mean": (1e-7, 1e-7), "train/ratio_min": (0.9, 0.9)},
-    **{"train/ratio_max": (1.1, 1.1), "eval/return_std": (0.4, 0.4)},
+    **{"rollout/return_std": 0.4, "rollout/turns": 3.0, "rollout/tokens": 768.0},
+    **{"rollout/stop/terminated": 1.0, "eval/return_std": 0.4},
+    **{"time/learner_idle": 0.4, "time/rollout_idle": 0.7},
+    **{"train/logprob_diff_mean": 1e-7, "train/ratio_min": 0.9, "train/ratio_max": 1.1},
     **{"rollout/success": (0.1, 0.8), "rollout/return": (0.2, 0.9)},
+    **{"eval/success": (0.1, 0.8), "eval/return": (0.2, 0.9)},
     **{"rollout/zero_variance_groups": (0.1, 0.3), "train/clipped_fraction": (0.05, 0.1)},
     **{"train/entropy": (0.5, 0.2), "train/grad_norm": (0.3, 0.2)},
-    **{"train/advantage_rms": (0.5, 0.4), "eval/success": (0.1, 0.8)},
-    **{"eval/return": (0.2, 0.9), "train/advantage_share_min": (1.0, 0.2)},
+    **{"train/advantage_rms": (0.5, 0.4), "train/advantage_share_min": (1.0, 0.2)},
 }
-"""A sound run: each metric at its beginning and at its end."""
-STUCK = {
-    "rollout/success": (0.3, 0.3),
-    "rollout/return": (0.3, 0.3),
-    "eval/success": (0.3, 0.3),
-    "eval/return": (0.3, 0.3),
-}
+"""A sound run: each metric, or its values at the beginning and at the end."""
+STUCK = dict.fromkeys(("rollout/success", "rollout/return", "eval/success", "eval/return"), 0.3)
 """Changes to it: nothing rises."""
 
 
@@ -56,7 +51,7 @@ def write(folder, changes=None, *, steps=20, settings=None):
     for step in range(steps + 1):
         at = step / steps
         own = {
-            name: ends[0] + at * (ends[1] - ends[0])
+            name: float(np.interp(at, (0, 1), np.broadcast_to(ends, 2)))
             for name, ends in metrics.items()
             if (step % 5 == 0 if name.startswith("eval/") else step > 0)
         }
@@ -77,22 +72,18 @@ def test_nothing_is_found_in_a_run_that_learns(tmp_path):
 
 
 CASES = [
-    ("environment", {"rollout/lost_episodes": (4.0, 4.0)}, {"rollout/lost_episodes": (3.0, 3.0)}),
+    ("environment", {"rollout/lost_episodes": 4.0}, {"rollout/lost_episodes": 3.0}),
     (
         "workers",
         {"rollout/worker_restarts": (0.0, 4.0)},
         {"rollout/worker_restarts": (0.0, 1.0), "rollout/workers_lost": (0.0, 1.0)},
     ),
     ("workers", {"rollout/servers_lost": (0.0, 1.0)}, {}),
-    (
-        "engine",
-        {"train/logprob_diff_mean": (2e-3, 2e-3)},
-        {"train/logprob_diff_mean": (5e-4, 5e-4)},
-    ),
+    ("engine", {"train/logprob_diff_mean": 2e-3}, {"train/logprob_diff_mean": 5e-4}),
     (
         "stale",
-        {"rollout/staleness_mean": (3.0, 3.0), "train/ratio_outside_clip": (0.6, 0.6)},
-        {"rollout/staleness_mean": (3.0, 3.0), "train/ratio_outside_clip": (0.4, 0.4)},
+        {"rollout/staleness_mean": 3.0, "train/ratio_outside_clip": 0.6},
+        {"rollout/staleness_mean": 3.0, "train/ratio_outside_clip": 0.4},
     ),
     (
         "collapse",
@@ -104,20 +95,11 @@ CASES = [
         {**STUCK, "rollout/tokens": (768.0, 6144.0)},
         {"rollout/tokens": (768.0, 6144.0)},  # success rises too
     ),
-    ("truncated", {"rollout/turns": (0.0, 0.0)}, {"rollout/turns": (1.0, 1.0)}),
-    *(
-        (
-            "truncated",
-            {f"rollout/stop/{reason}": (bad,) * 2},
-            {f"rollout/stop/{reason}": (good,) * 2},
-        )
-        for reason, bad, good in (
-            ("max_turn_tokens", 0.3, 0.2),
-            ("max_context", 0.12, 0.08),
-            ("max_turns", 0.3, 0.2),
-            ("timeout", 0.1, 0.01),
-        )
-    ),
+    ("truncated", {"rollout/turns": 0.0}, {"rollout/turns": 1.0}),
+    ("truncated", {"rollout/stop/max_turn_tokens": 0.3}, {"rollout/stop/max_turn_tokens": 0.2}),
+    ("truncated", {"rollout/stop/max_context": 0.12}, {"rollout/stop/max_context": 0.08}),
+    ("truncated", {"rollout/stop/max_turns": 0.3}, {"rollout/stop/max_turns": 0.2}),
+    ("truncated", {"rollout/stop/timeout": 0.1}, {"rollout/stop/timeout": 0.01}),
     (
         "tool_calls",
         {"rollout/malformed_calls": (0.1, 0.6)},
@@ -126,17 +108,15 @@ CASES = [
     *(
         (
             "judge",
-            {**STUCK, f"{name}_noise": (0.2, 0.2), f"{name}_spread": (0.25, 0.25)},
-            {**STUCK, f"{name}_noise": (0.1, 0.1), f"{name}_spread": (0.25, 0.25)},
+            {**STUCK, f"{name}_noise": 0.2, f"{name}_spread": 0.25},
+            {**STUCK, f"{name}_noise": 0.1, f"{name}_spread": 0.25},
         )
         for name in ("rollout/reward/judge", "rollout/reward/tone")
     ),
     (
         "hacking",
-        {
-            **{"eval/success": (0.6, 0.2), "eval/return": (0.2, 0.9)},
-            **{"rollout/success": (0.6, 0.2), "rollout/return": (0.2, 0.9)},
-        },
+        dict.fromkeys(("eval/success", "rollout/success"), (0.6, 0.2))
+        | dict.fromkeys(("eval/return", "rollout/return"), (0.2, 0.9)),
         {"eval/success": (0.6, 0.55), "eval/return": (0.2, 0.9)},
     ),
     (
@@ -146,15 +126,16 @@ CASES = [
     ),
     (
         "clipped",
-        {"train/clipped_fraction": (0.4, 0.4)},  # of at most 3/4 with 4 minibatches
-        {"train/clipped_fraction": (0.3, 0.3)},
+        {"train/clipped_fraction": 0.4},  # of at most 3/4 with 4 minibatches
+        {"train/clipped_fraction": 0.3},
     ),
     (
         "no_variance",
-        {**STUCK, "rollout/zero_variance_groups": (0.95, 0.95)},
+        {**STUCK, "rollout/zero_variance_groups": 0.95},
         {
-            **{"rollout/zero_variance_groups": (0.95, 0.95)},
-            **{"rollout/success": (0.1, 1.0), "eval/success": (0.1, 1.0)},
+            "rollout/zero_variance_groups": 0.95,
+            "rollout/success": (0.1, 1),
+            "eval/success": (0.1, 1),
         },
     ),
     (
@@ -162,25 +143,21 @@ CASES = [
         {"train/advantage_share_min": (0.2, 0.0)},
         {"train/advantage_share_min": (0.2, 0.0), "rollout/success": (0.1, 0.99)},
     ),
-    ("few_advantages", {"train/advantage_share_min": (0.0, 0.0)}, {}),
-    (
-        "few_advantages",
-        {"train/advantage_share_min": (0.04, 0.04)},
-        {"train/advantage_share_min": (0.06, 0.06)},
-    ),
+    ("few_advantages", {"train/advantage_share_min": 0.0}, {}),
+    ("few_advantages", {"train/advantage_share_min": 0.04}, {"train/advantage_share_min": 0.06}),
     (
         "no_variance",
-        {**STUCK, "train/advantage_share_min": (0, 0), "rollout/zero_variance_groups": (1, 1)},
-        {"train/advantage_share_min": (0.2, 0.2)},
+        {**STUCK, "train/advantage_share_min": 0, "rollout/zero_variance_groups": 1},
+        {"train/advantage_share_min": 0.2},
     ),
-    ("gradient", {"train/skipped_steps": (0.1, 0.1)}, {"train/skipped_steps": (0.03, 0.03)}),
-    ("gradient", {"train/grad_norm": (0.0, 0.0)}, {"train/grad_norm": (1e-9, 1e-9)}),
+    ("gradient", {"train/skipped_steps": 0.1}, {"train/skipped_steps": 0.03}),
+    ("gradient", {"train/grad_norm": 0.0}, {"train/grad_norm": 1e-9}),
     ("overfit", {"rollout/success": (0.1, 1.0), "eval/success": (0.1, 0.6)}, {}),
-    ("no_progress", STUCK, {"rollout/success": (0.3, 0.3)}),
+    ("no_progress", STUCK, {"rollout/success": 0.3}),
     (
         "slow",
-        {"time/learner_idle": (0.9, 0.9), "time/rollout_idle": (0.9, 0.9)},
-        {"time/learner_idle": (0.9, 0.9), "time/rollout_idle": (0.4, 0.4)},
+        {"time/learner_idle": 0.9, "time/rollout_idle": 0.9},
+        {"time/learner_idle": 0.9, "time/rollout_idle": 0.4},
     ),
 ]
 
@@ -297,21 +274,21 @@ def test_a_run_of_an_older_version_says_what_cannot_be_judged(tmp_path):
 def test_the_difference_of_engine_and_trainer_is_judged_by_the_dtype(
     tmp_path, settings, saved, names
 ):
-    folder = write(tmp_path, {"train/logprob_diff_mean": (0.05, 0.05)}, settings=settings)
+    folder = write(tmp_path, {"train/logprob_diff_mean": 0.05}, settings=settings)
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(saved)
     assert findings(folder) == names
 
 
-AGE = {"train/logprob_diff_mean": (0.05, 0.05)}
-WAITS = {"time/learner_idle": (0.9, 0.9), "time/rollout_idle": (0.2, 0.2)}
+AGE = {"train/logprob_diff_mean": 0.05}
+WAITS = {"time/learner_idle": 0.9, "time/rollout_idle": 0.2}
 
 
 @pytest.mark.parametrize(
     ("staleness", "metrics", "names"),
     [
-        (2, {**AGE, "train/sync_logprob_diff": (1e-6, 1e-6)}, []),
-        (2, {**AGE, "train/sync_logprob_diff": (0.05, 0.05)}, ["engine"]),
+        (2, {**AGE, "train/sync_logprob_diff": 1e-6}, []),
+        (2, {**AGE, "train/sync_logprob_diff": 0.05}, ["engine"]),
         (0, WAITS, []),
         (2, WAITS, ["slow"]),
     ],
@@ -322,7 +299,7 @@ def test_a_run_that_plays_ahead_is_judged_by_its_own_bounds(tmp_path, staleness,
 
 
 def test_the_command_prints_sentences_or_json_and_hides_what_acts_on_a_terminal(tmp_path, capsys):
-    folder = write(tmp_path / "run", {"rollout/lost_episodes": (10.0, 10.0)})
+    folder = write(tmp_path / "run", {"rollout/lost_episodes": 10.0})
     evil = "step('\x1b]0;title\x07') raised \u202eOSError <script>alert(1)</script>"
     (folder / "first-environment-error.txt").write_text(f"{evil}\n\nTraceback")
     (folder / "warnings.txt").write_text("no_turn: \x1b[31mred\n")

@@ -262,9 +262,8 @@ def test_a_run_that_is_killed_and_resumed_asks_nothing_twice(server, tmp_path):
             total = len(server.answered)
             assert total > 40
     assert len(server.answered) == total
-    assert (
-        total - len(set(server.answered)) <= 2
-    )  # answers that were on their way to the killed one
+    # some answers may have been on their way to the killed one
+    assert total - len(set(server.answered)) <= 2
 
 
 def measured(answer, kind):
@@ -402,21 +401,16 @@ def test_a_group_reward_of_a_user_that_is_wrong_costs_the_group_and_not_the_run(
     assert all(e.failed and re.search(error, e.error) for e in scored.episodes)
 
 
+NO_CRITERIA = [
+    *({}, {"x": -1.0, "y": 2.0}, {"x": 0.0, "y": 1.0}, {"x": math.nan, "y": 1.0}, {"x": math.inf}),
+    *({"x": 1.0, "y": math.nan}, {"x": "2"}, {"x": True}, {"": 1.0}, {1: 1.0}, ["x", "y"], "x"),
+]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"criteria": {}}, "criteria is"),
-        ({"criteria": {"x": -1.0, "y": 2.0}}, "criteria is"),
-        ({"criteria": {"x": 0.0, "y": 1.0}}, "criteria is"),
-        ({"criteria": {"x": math.nan, "y": 1.0}}, "criteria is"),
-        ({"criteria": {"x": 1.0, "y": math.nan}}, "criteria is"),
-        ({"criteria": {"x": math.inf}}, "criteria is"),
-        ({"criteria": {"x": "2"}}, "criteria is"),
-        ({"criteria": {"x": True}}, "criteria is"),
-        ({"criteria": {"": 1.0}}, "criteria is"),
-        ({"criteria": {1: 1.0}}, "criteria is"),
-        ({"criteria": ["x", "y"]}, "criteria is"),
-        ({"criteria": "x"}, "criteria is"),
+        *(({"criteria": criteria}, "criteria is") for criteria in NO_CRITERIA),
         ({"name": "it's"}, "name is"),
         ({"name": ""}, "name is"),
         ({"url": "localhost:8000/v1"}, "url is"),
@@ -441,41 +435,28 @@ def test_quotes_and_braces_in_a_rubric_are_text(server):
     assert all(any(f"Criterion: {text}" in q for text in criteria) for q in server.questions)
 
 
+NO_RANKINGS = [
+    *(
+        "1 > 2",
+        "1 > 2 > 2",
+        "1 > 2 > 3 > 4",
+        "1 > 2 > 3 > 3",
+        "1 > 2 = 2 = 3",
+        "0 > 1 > 2",
+        "1 2 3",
+    ),
+    *("1, 2, 3", "3 < 2 < 1", "1 > 2 > three", "> 1 > 2 > 3", "1 >= 2 >= 3", "1 > > 2 > 3"),
+    *("A > B > C", "-1 > 2 > 3", "1 > 2 > 3 > ", "7"),
+]
+
+
 @pytest.mark.parametrize(
     ("answer", "scores"),
     [
-        *(
-            ("3 > 1 > 2", [0.5, 0.0, 1.0]),
-            ("1 = 2 = 3", [0.5, 0.5, 0.5]),
-            ("**2>1=3**", [0.25, 1, 0.25]),
-        ),
-        *(("1 = 2 > 3", [0.75, 0.75, 0.0]), ("Because.\n`1 > 2 > 3`.", [1.0, 0.5, 0.0])),
-        *(
-            (each, None)
-            for each in ("1 > 2", "1 > 2 > 2", "1 > 2 > 3 > 4", "1 > 2 > 3 > 3", "1 > 2 = 2 = 3")
-        ),
-        *(
-            (each, None)
-            for each in (
-                "0 > 1 > 2",
-                "1 2 3",
-                "1, 2, 3",
-                "3 < 2 < 1",
-                "1 > 2 > three",
-                "> 1 > 2 > 3",
-            )
-        ),
-        *(
-            (each, None)
-            for each in (
-                "1 >= 2 >= 3",
-                "1 > > 2 > 3",
-                "A > B > C",
-                "-1 > 2 > 3",
-                "1 > 2 > 3 > ",
-                "7",
-            )
-        ),
+        *(("3 > 1 > 2", [0.5, 0.0, 1.0]), ("1 = 2 = 3", [0.5, 0.5, 0.5])),
+        *(("**2>1=3**", [0.25, 1, 0.25]), ("1 = 2 > 3", [0.75, 0.75, 0.0])),
+        ("Because.\n`1 > 2 > 3`.", [1.0, 0.5, 0.0]),
+        *((text, None) for text in NO_RANKINGS),
     ],
 )
 def test_a_ranking_names_each_answer_once(answer, scores):
