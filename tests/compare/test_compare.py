@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from runs import tiny
 
 import gspo_env
 from gspo_env.cli.main import main
@@ -34,25 +35,15 @@ from studies.coverage import DISTRIBUTIONS, coverage
 
 def small(**changes):
     tree = {
-        "env": "gspo/Additive-v0",
-        "env_kwargs": {"turns": 1},
-        "steps": 2,
-        "tasks_per_step": 2,
-        "eval_every": 0,
-        "eval_tasks": 4,
-        "rollout": {"group_size": 4, "max_turn_tokens": 4},
+        **{"env": "gspo/Additive-v0", "env_kwargs": {"turns": 1}, "tasks_per_step": 2},
+        "rollout": {"max_turn_tokens": 4},
         "recipe": {
-            "hidden_size": 16,
-            "layers": 1,
-            "heads": 2,
-            "demonstrations": 32,
-            "imitation_steps": 40,
-            "imitation_batch": 16,
-            "imitation_learning_rate": 0.02,
+            **{"hidden_size": 16, "layers": 1, "heads": 2, "demonstrations": 32},
+            **{"imitation_batch": 16, "imitation_learning_rate": 0.02},
         },
         "learner": {"learning_rate": 3e-3, "warmup_steps": 0},
     }
-    return from_dict(tree | changes)
+    return tiny(**(tree | changes))
 
 
 def two(first="a", second="b", changes=None, **settings):

@@ -297,21 +297,18 @@ def test_a_client_whose_body_is_slow_is_cut_off(opened, monkeypatch):
         assert closed(resource)
 
 
-def test_a_stream_that_is_never_read_ends_with_a_limit(opened, address, monkeypatch):
-    monkeypatch.setattr(connection, "STALL_SECONDS", 0.2)
+@pytest.mark.parametrize("end", ["limit", "session"])
+def test_a_stream_that_is_never_read_ends_with_a_limit_and_with_its_session(
+    opened, monkeypatch, end
+):
+    if end == "limit":
+        monkeypatch.setattr(connection, "STALL_SECONDS", 0.2)
     session = opened(Policy("x" * 20_000_000)).session
     body = json.dumps({**HI, "stream": True}).encode()
     with raw(session, head(session, f"Content-Length: {len(body)}") + body):
         assert eventually(lambda: session.connections)
-        assert eventually(lambda: not session.connections)
-
-
-def test_a_stream_that_is_never_read_ends_with_its_session(opened):
-    session = opened(Policy("x" * 20_000_000)).session
-    body = json.dumps({**HI, "stream": True}).encode()
-    with raw(session, head(session, f"Content-Length: {len(body)}") + body):
-        assert eventually(lambda: session.connections)
-        session.close()
+        if end == "session":
+            session.close()
         assert eventually(lambda: not session.connections)
 
 

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from runs import tiny
+from turns import episode, turn
 
+from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.chat import ChatTokenizer
 from gspo_env.config import Config
@@ -23,7 +26,7 @@ from gspo_env.model.load import save_model
 from gspo_env.recipes.build import build_model, build_tokenizer
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.training.distillation import Distillation
-from gspo_env.types import Episode, Group, Prompt, ResetInfo, StopReason, Task, Turn
+from gspo_env.types import Group, Prompt, ResetInfo, Task
 
 TINY = Tiny(hidden_size=16, layers=1, heads=2)
 TOKENIZER = build_tokenizer(["say red or blue", "the answer is red"])
@@ -76,37 +79,18 @@ def make_group(
     episodes = []
     for a, b, c in itertools.product(range(IDS), repeat=3):
         turns = [
-            Turn(
-                observation="red",
-                prompt_ids=ids,
-                parent=parent,
-                action_ids=action,
+            turn(
+                **{"observation": "red", "text": "", "reward": 0.0, "weights_version": version},
+                **{"prompt_ids": ids, "parent": parent, "action_ids": action},
                 logprobs=(0.0,) * len(action),
-                text="",
-                reward=0.0,
-                weights_version=version,
             )
             for (ids, parent), action in zip(prompts, ((a,), (b, c)), strict=True)
         ]
-        episode = Episode(
-            task=task,
-            prompt=prompt,
-            turns=tuple(turns),
-            outcome=float(a),
-            stop_reason=StopReason.TERMINATED,
-            terminated=True,
-            truncated=False,
-            reset=ResetInfo(extra=info or {}),
-        )
-        with_logprobs = [
-            replace(turn, logprobs=tuple(values))
-            for turn, values in zip(
-                turns,
-                np.split(scores(learner, to_samples([episode], [np.zeros(2)])), [1]),
-                strict=True,
-            )
-        ]
-        episodes.append(replace(episode, turns=tuple(with_logprobs)))
+        reset = ResetInfo(extra=info or {})
+        played = episode(*turns, task=task, prompt=prompt, outcome=float(a), reset=reset)
+        logprobs = np.split(scores(learner, to_samples([played], [np.zeros(2)])), [1])
+        scored = [replace(t, logprobs=tuple(v)) for t, v in zip(turns, logprobs, strict=True)]
+        episodes.append(replace(played, turns=tuple(scored)))
     return Group(task=task, episodes=tuple(episodes))
 
 
@@ -207,28 +191,19 @@ def test_wrong_settings_are_refused(
         bind(Distillation(**settings), learner)
 
 
-CHANGES: dict[str, Any] = {
-    "env": "gspo/GuessNumber-v0",
-    "env_kwargs": {"high": 3},
-    "steps": 1,
-    "eval_tasks": 4,
-    "tasks_per_step": 2,
-    "recipe": {"demonstrations": 20, "imitation_steps": 1, "hidden_size": 16, "layers": 1},
-    "tracker": {"name": "none"},
-}
+def guessing(output: Path, **changes: Any) -> Config:
+    env = {"env": "gspo/GuessNumber-v0", "env_kwargs": {"high": 3}}
+    return tiny(**env, steps=1, recipe={"imitation_steps": 1}, output=str(output), **changes)
 
 
 def distil(teacher: str, output: Path) -> Config:
-    advantage = {"name": "distillation", "teacher": teacher}
-    return Config.from_recipe("tiny", **CHANGES, output=str(output), advantage=advantage)
+    return guessing(output, advantage={"name": "distillation", "teacher": teacher})
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "nowhere", "emptied"])
 def test_a_teacher_that_is_no_model_is_refused_before_any_episode(
     name: str, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gspo_agents.gspo import GSPOAgent
-
     shutil.copytree(teacher, tmp_path / "emptied")
     (tmp_path / "emptied" / "tokenizer.json").unlink()
     monkeypatch.chdir(tmp_path)
@@ -239,8 +214,6 @@ def test_a_teacher_that_is_no_model_is_refused_before_any_episode(
 def test_a_teacher_with_another_tokenizer_is_refused_before_imitation(
     teacher: str, tmp_path: Path
 ) -> None:
-    from gspo_agents.gspo import GSPOAgent
-
     agent = GSPOAgent(config=distil(teacher, tmp_path / "run"))
     with pytest.raises(ConfigError, match="whose tokenizer is not the policy's"):
         agent.train()
@@ -248,9 +221,6 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_imitation(
 
 
 def test_a_run_distils_its_teacher(tmp_path: Path) -> None:
-    from gspo_agents.gspo import GSPOAgent
-
-    first = GSPOAgent(config=Config.from_recipe("tiny", **CHANGES, output=str(tmp_path / "first")))
-    first.train()
+    GSPOAgent(config=guessing(tmp_path / "first")).train()
     history = GSPOAgent(config=distil(str(tmp_path / "first"), tmp_path / "second")).train()
     assert max(metrics.get("train/advantage_rms", 0.0) for _, metrics in history) > 0.0

@@ -8,16 +8,15 @@ import math
 
 import pytest
 import torch
+from learners import learner_of
+from runs import tiny
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env.config import Config
 from gspo_env.engines import Engine
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EngineError, above
-from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model.export import named_weights
-from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.training.weight_check import HALF_TOLERANCE, check_sync
@@ -66,8 +65,7 @@ class Copying(Engine):
 
 @pytest.fixture
 def learner(model):
-    config = LearnerConfig(learning_rate=3e-3, warmup_steps=0, minibatches=1)
-    return Learner(model, GSPO(), config, total_steps=10)
+    return learner_of(model)
 
 
 def perturb(model):
@@ -144,8 +142,7 @@ def test_a_probability_that_is_no_number_stops_the_run(learner, chat):
 
 
 def test_the_probe_fits_the_shortest_context_and_the_temperature(model, chat):
-    config = LearnerConfig(learning_rate=3e-3, warmup_steps=0, minibatches=1)
-    learner = Learner(model, GSPO(), config, total_steps=10, temperature=0.7)
+    learner = learner_of(model, temperature=0.7)
     engine = Copying(model)
     limits = {"max_turn_tokens": 3, "max_context": 5, "temperature": 0.7}
     assert probed(engine, learner, chat, **limits)["train/sync_logprob_diff"] < 1e-5
@@ -153,9 +150,7 @@ def test_the_probe_fits_the_shortest_context_and_the_temperature(model, chat):
 
 @pytest.mark.parametrize("copying", [False, True])
 def test_a_run_probes_an_engine_that_has_a_copy_and_no_other(in_folder, copying):
-    tiny = Tiny(hidden_size=16, layers=1, heads=2, demonstrations=16, imitation_steps=4)
-    config = Config.from_recipe(tiny, steps=2, tasks_per_step=2, eval_tasks=2, tracker="none")
-    agent = GSPOAgent(config=config)
+    agent = GSPOAgent(config=tiny(recipe={"imitation_steps": 4}))
     if copying:
         agent._engine = Copying(agent.model)
     seen = [
