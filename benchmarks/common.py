@@ -97,26 +97,33 @@ def make_model(size: str) -> Any:
 
     Other names are models that `--model` takes.
     """
+    if size == "small":
+        return random_qwen3(128, 4, 664)
+    if size == "large":
+        return random_qwen3(768, 12, 16_384)
+    from gspo_env.model.load import load_model
+
+    return load_model(size, "float32")[0]
+
+
+def random_qwen3(hidden: int, layers: int, vocabulary: int, **shape: Any) -> Any:
+    """Makes a Qwen3 with random weights; the heads have a size of 64, or there are four."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    if size not in ("small", "large"):
-        from gspo_env.model.load import load_model
-
-        return load_model(size, "float32")[0]
-    hidden, layers, vocabulary = {"small": (128, 4, 664), "large": (768, 12, 16_384)}[size]
-    shape = Qwen3Config(
+    heads = max(4, hidden // 64)
+    default = {"head_dim": max(16, min(64, hidden // 4)), "tie_word_embeddings": True}
+    config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=hidden // (32 if size == "small" else 64),
-        num_key_value_heads=hidden // (64 if size == "small" else 128),
-        head_dim=32 if size == "small" else 64,
-        tie_word_embeddings=True,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        **{**default, **shape},
     )
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(shape)
+    return Qwen3ForCausalLM(config)
 
 
 def multi_turn_group(

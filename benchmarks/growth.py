@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import cpu_seconds
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from common import cpu_seconds, random_qwen3
 
 from gspo_env.batch.sample import to_samples
 from gspo_env.chat.transcript import ChatTokenizer
@@ -160,24 +159,6 @@ def overhead() -> None:
     )
 
 
-def make_model(millions: int, context: int) -> Any:
-    """Makes a Qwen3 with random weights."""
-    hidden, layers = SIZES[millions]
-    shape = Qwen3Config(
-        vocab_size=16_384,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=max(4, hidden // 64),
-        num_key_value_heads=max(2, hidden // 128),
-        head_dim=16 if hidden < 128 else 64 if hidden >= 256 else 32,
-        max_position_embeddings=context,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(shape)
-
-
 def measure(
     millions: int = 1,
     group: int = 8,
@@ -197,7 +178,7 @@ def measure(
         flight: Episodes in flight.
     """
     context = words + turns * (ACTION + 16) + 64
-    model = make_model(millions, context)
+    model = random_qwen3(*SIZES[millions], 16_384, max_position_embeddings=context)
     slots = min(flight, group * groups)
     engine = TransformersEngine(model, max_slots=slots, max_context=context)
     limits = {"group_size": group, "concurrency": flight, "max_context": context}

@@ -19,24 +19,15 @@ MIB = 2**20
 def _update(vocabulary: int, arguments: argparse.Namespace, full: bool, answer) -> None:
     import numpy as np
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from common import random_qwen3
 
     from gspo_env.batch.sample import Sample
     from gspo_env.learner import GSPO, Learner, LearnerConfig
 
     torch.set_num_threads(1)
-    shape = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=arguments.hidden,
-        intermediate_size=3 * arguments.hidden,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=arguments.hidden // 4,
-        tie_word_embeddings=False,
-    )
     config = LearnerConfig(minibatches=1, warmup_steps=0)
-    learner = Learner(Qwen3ForCausalLM(shape), GSPO(), config, total_steps=10)
+    model = random_qwen3(arguments.hidden, 4, vocabulary, tie_word_embeddings=False)
+    learner = Learner(model, GSPO(), config, total_steps=10)
     learner._parallel = None  # the small model has one row at a time too, as the large one
     if full:
         learner.scorer.head = None
