@@ -34,7 +34,12 @@ SCHEMAS = {
     "zero": {"type": "object", "properties": {"a": {"multipleOf": 0}}},
     "doubling": {"$defs": {**REFS, "d40": {"type": "object"}}, "$ref": "#/$defs/d0"},
     "unique": {"type": "object", "properties": {"a": {"uniqueItems": True}}},
-    "wide": {"type": "object", "properties": {str(n): {} for n in range(10_000)}},
+    "choices": {
+        "properties": {"a": {"items": {"enum": [*([n] for n in range(900)), {}, {"b": 1}]}}}
+    },
+    "alternatives": {"properties": {"a": {"items": {"anyOf": [False] * 2000 + [True]}}}},
+    "passes": {"properties": {"a": {"allOf": [{"items": True}] * 1000}}},
+    "wide": {"type": "object", "properties": {str(n): {} for n in range(4000)}},
     "long": {"type": "object", "properties": {"a": {"const": "x" * 100_000}}},
 }
 deep: dict = {}
@@ -52,6 +57,7 @@ RESULTS = {
     "empty": text(""),
     "blocks": {"content": [{"type": "text", "text": "x"}] * 20_000},
     "big result": text("x" * 8_000_000),
+    "values": {**text("x"), "structuredContent": {"a": [[]] * 500_000}},
     "structured": text("ok", structuredContent={"a": "a" * 40 + "!"}),
     "not a result": {"content": "x" * 100_000},
 }
@@ -76,6 +82,9 @@ def tools(cursor):
         tool["name"] = "<tool_call>"
     if KIND == "description":
         tool["description"] = "x" * 1_000_000
+    if KIND == "together":
+        heavy = {"type": "object", "properties": {str(n): {} for n in range(200)}}
+        return {"tools": [{"name": f"t{n}", "inputSchema": heavy} for n in range(100)]}
     if KIND == "many":
         return {"tools": [{**tool, "name": f"t{n}"} for n in range(5000)]}
     more = {"nextCursor": str(int(cursor or 0) + 1)} if KIND == "pages" else {}
@@ -149,6 +158,10 @@ for line in sys.stdin:
             sys.stdout.write("x" * 100_000)
     if calls and KIND == "no messages":
         sys.stdout.write("Downloading... 50 %\n" * 500 + '{"jsonrpc": "2.0", "id": [{}]}\n' * 500)
+    if calls and KIND == "bytes":
+        said = json.dumps({**reply, "result": text("cafe")}).replace("cafe", "caf\xe9")
+        os.write(1, said.encode("latin-1") + b"\n")
+        continue
     if calls and KIND == "strange notes":
         note = {"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": []}}
         sys.stdout.write((json.dumps(note) + "\n") * 500)

@@ -96,7 +96,7 @@ def test_what_a_server_refuses_is_an_observation(server, play, name, arguments, 
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("hang", "no answer in 8 seconds"), ("die", "the server was lost")]
+    ("name", "words"), [("hang", "no answer in 8 seconds"), ("die", "the connection to MCP server")]
 )
 def test_a_server_that_hangs_or_dies_costs_the_turn_and_is_started_anew(play, name, words):
     env = play(STDIO, timeout=8.0)

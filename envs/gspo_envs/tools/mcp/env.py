@@ -6,7 +6,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, TypeAdapter
@@ -23,6 +23,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _LONGEST_DESCRIPTION = 20_000
 _LONGEST_ERROR = 1500
 """Characters of a failed call's message; an exception keeps 2,000."""
+_MOST_OBJECTS = 10_000
+"""Objects in the schemas of all tools; checking them takes seconds."""
 _MOST_BLOCKS = 100
 """Blocks of a result that are read; the number of the others is named."""
 
@@ -53,14 +55,25 @@ class MCPTools(ToolEnv):
 
         Raises:
             ToolServerError: A server cannot be reached and its tools were never listed.
-            ToolServerError: A tool to offer has no usable name or schema.
+            ToolServerError: A tool to offer has no usable name or schema, or all schemas together
+                are too large.
             ConfigError: Two tools have one name, or one of `mcp_only` is missing.
         """
+        listed = [
+            (server, one)
+            for server in self._servers
+            for one in list_tools(server, self._session(server), self.mcp_timeout)
+            if not self.mcp_only or one.name in self.mcp_only
+        ]
+        if sum(json.dumps(one.input_schema).count("{") for _, one in listed) > _MOST_OBJECTS:
+            raise ToolServerError(
+                f"the schemas of the MCP tools have more than {_MOST_OBJECTS} objects together; "
+                "choose fewer tools with mcp_only"
+            )
         tools = list(super().tools)
-        for server in self._servers:
-            for one in list_tools(server, self._session(server), self.mcp_timeout):
-                if not self.mcp_only or one.name in self.mcp_only:
-                    tools.append(_as_tool(server, one, partial(self._call, server, one.name)))
+        tools += [
+            _as_tool(server, one, partial(self._call, server, one.name)) for server, one in listed
+        ]
         names = [one.name for one in tools]
         if missing := sorted(set(self.mcp_only) - set(names)):
             raise ConfigError(f"MCP: no server has a tool {missing[0]!r}.")
@@ -164,7 +177,7 @@ def _as_tool(server: MCPServer, listed: Any, function: Callable[..., Any]) -> To
             raise ValueError("its name is not 1 to 128 letters, digits, or one of _ . : / -")
         if len(listed.description or "") > _LONGEST_DESCRIPTION:
             raise ValueError(f"its description has more than {_LONGEST_DESCRIPTION} characters")
-        check = checker(parameters)
+        validator = _validator(json.dumps(parameters))
     except ValueError as error:
         raise ToolServerError(
             f"tool {shorten(listed.name, 128)!r} of MCP server {server.name!r} cannot be used: "
@@ -175,8 +188,14 @@ def _as_tool(server: MCPServer, listed: Any, function: Callable[..., Any]) -> To
         description=listed.description or listed.name,
         parameters=parameters,
         function=function,
-        validator=TypeAdapter(Annotated[dict[str, Any], AfterValidator(check)]),
+        validator=validator,
     )
+
+
+@cache
+def _validator(schema: str) -> TypeAdapter[dict[str, Any]]:
+    """Returns the check of a tool's arguments, the same for all environments."""
+    return TypeAdapter(Annotated[dict[str, Any], AfterValidator(checker(json.loads(schema)))])
 
 
 def _result_text(result: Any) -> str:

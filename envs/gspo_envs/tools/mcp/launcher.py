@@ -1,7 +1,7 @@
 """Runs the command of an MCP server; uses the standard library only.
 
-It ends the server when the trainer dies, however it dies, and bounds what the server sends: the
-length of a message, messages a second, and what is kept of standard error, which is a file.
+It ends the server when the trainer dies, however it dies, and bounds what the server sends: length
+and values of a message, messages a second, and what is kept of standard error, which is a file.
 Started with `python -I -S`, the process id of the trainer, the limit in bytes and the command.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import select
 import signal
 import subprocess
@@ -18,9 +19,28 @@ from typing import NoReturn
 
 _MESSAGES = 1000
 """Messages a second; a server that sends more has to wait."""
+MOST_VALUES = 200_000
+"""Values of a message; one of two bytes takes a hundred times as many in memory."""
+_NO_STRUCTURE = bytes(set(range(256)) - set(b"[{,"))
 _KEPT = 1 << 16
 """Bytes of standard error after which the file begins anew."""
 _PR_SET_PDEATHSIG = 1
+
+
+class Structure:
+    """Counts the values of a line of JSON that comes in parts."""
+
+    def __init__(self) -> None:
+        self._inside, self._tail = False, b""
+
+    def values(self, part: bytes) -> int:
+        """Returns the number of values that begin in the next part."""
+        part = self._tail + part
+        self._tail = b"\\" if (len(part) - len(part.rstrip(b"\\"))) % 2 else b""
+        pieces = re.sub(rb"\\.", b"", part[: len(part) - len(self._tail)]).split(b'"')
+        outside = b"".join(pieces[self._inside :: 2])
+        self._inside ^= len(pieces) % 2 == 0
+        return len(outside.translate(None, _NO_STRUCTURE))
 
 
 def main() -> NoReturn:
@@ -51,7 +71,7 @@ def _forward(server: subprocess.Popen[bytes], limit: int) -> int:
     assert server.stdout is not None
     assert server.stderr is not None
     out, err = server.stdout.fileno(), server.stderr.fileno()
-    open_ends, line = {out, err}, 0
+    open_ends, line, values, structure = {out, err}, 0, 0, Structure()
     while open_ends:
         ready = select.select(open_ends, [], [], 1.0)[0]
         if not ready and server.poll() is not None:
@@ -63,12 +83,15 @@ def _forward(server: subprocess.Popen[bytes], limit: int) -> int:
             elif end == err:
                 _note(data)
             else:
-                lengths = [len(part) for part in data.split(b"\n")]
-                lengths[0] += line
-                line = lengths[-1]
-                if max(lengths) > limit:
-                    _note(b"a message has more than %d bytes" % limit)
-                    _kill_group()
+                for n, part in enumerate(data.split(b"\n")):
+                    if n:
+                        line, values, structure = 0, 0, Structure()
+                    line, values = line + len(part), values + structure.values(part)
+                    if line > limit or values > MOST_VALUES:
+                        _note(
+                            b"a message has more than %d bytes or %d values" % (limit, MOST_VALUES)
+                        )
+                        _kill_group()
                 _write(data)
                 time.sleep(data.count(b"\n") / _MESSAGES)
     return server.wait()

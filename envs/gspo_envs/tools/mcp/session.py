@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from gspo_env.errors import ConfigError, MissingExtraError, ToolServerError
 from gspo_env.redaction import redact, resolve
 from gspo_env.runtime import loops
+from gspo_envs.tools.mcp.launcher import MOST_VALUES, Structure
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class MCPSession:
             loops.post(self._finish(), _LOOP)
 
     async def _ask(self, question: Callable[[Any], Awaitable[T]], timeout: float) -> T:
-        client, before = None, self._answers
+        client, before, name = None, self._answers, f"MCP server {self.server.name!r}"
         try:
             async with asyncio.timeout(timeout):
                 client = await self._connected()
@@ -131,16 +132,17 @@ class MCPSession:
         except TimeoutError:
             if client is self._client and self._answers == before:  # no call is answered: it hangs
                 self._drop()
-            raise ToolServerError(f"the server gave no answer in {timeout:g} seconds") from None
+            raise ToolServerError(f"{name} gave no answer in {timeout:g} seconds") from None
         except ToolServerError:
             raise
         except Exception as error:
             if _lost(error):
                 if client is self._client:  # else another call has reconnected
                     self._drop()
-                raise ToolServerError("the connection to the server was lost") from None
+                raise ToolServerError(f"the connection to {name} was lost") from None
             # the log shows a cause whole, and this one can be of any length
-            raise ToolServerError(f"the server refused: {shorten(str(error))}") from None
+            what = "sent an invalid answer" if isinstance(error, ValueError) else "refused"
+            raise ToolServerError(f"{name} {what}: {shorten(str(error))}") from None
         self._answers += 1
         return answer
 
@@ -281,6 +283,7 @@ async def _transport(server: MCPServer, stack: AsyncExitStack, log: Any) -> Any:
         args=args,
         env={name: resolve(value) for name, value in server.env},
         cwd=server.cwd,
+        encoding_error_handler="replace",
     )
     return stdio_client(started, errlog=log)
 
@@ -299,17 +302,22 @@ async def _bound(response: Any) -> None:
         raise httpx2.ReadError(f"the body is compressed ({shorten(coding, 40)})")
 
     class Bounded(httpx2.AsyncByteStream):
-        """The body, of which at most `MOST_BYTES` are read."""
+        """The body, of which at most `MOST_BYTES` and `MOST_VALUES` are read."""
 
         def __init__(self, stream: Any) -> None:
             self.stream = stream
 
         async def __aiter__(self) -> Any:
-            read = 0
+            read, values, structure = 0, 0, Structure()
             async for part in self.stream:
                 read += len(part)
-                if read > MOST_BYTES:
-                    raise httpx2.ReadError(f"the body has more than {MOST_BYTES} bytes")
+                for n, line in enumerate(part.split(b"\n")):
+                    structure = Structure() if n else structure
+                    values += structure.values(line)
+                if read > MOST_BYTES or values > MOST_VALUES:
+                    raise httpx2.ReadError(
+                        f"the body has more than {MOST_BYTES} bytes or {MOST_VALUES} values"
+                    )
                 yield part
 
         async def aclose(self) -> None:
