@@ -28,9 +28,9 @@ Explanation = tuple[str, str]
 Check = Callable[[RunRecord, float], Explanation | None]
 
 IMITATE = (
-    "Let the model imitate first: --recipe imitate takes the environment's expert_action, or "
-    "--teacher MODEL the successful episodes of a stronger model, or --conversations FILE. Or use "
-    "easier tasks, or rewards for parts of the way."
+    "Let the model imitate first: --recipe imitate takes the environment's expert_action if it has "
+    "one, or --teacher MODEL the successful episodes of a stronger model, or --conversations FILE. "
+    "Or use easier tasks, or rewards for parts of the way."
 )
 _LONGEST = 160
 """Characters of a quoted text."""

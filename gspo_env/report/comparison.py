@@ -193,7 +193,7 @@ def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
         head.append(f"median episodes to {comparison.target:g}")
     lines = [head]
     for n, row in enumerate(rows):
-        lost = row.failed == len(row.finals)
+        lost = not _has_curve(row)
         difference = f"{row.difference.middle:+.3f}{row.difference.bounds}"
         scores = [str(Score.of(row.areas)), str(Score.of(row.finals))]
         line = [
@@ -231,6 +231,8 @@ def conclusion(metric: str, rows: Sequence[Row], tests: int = 0) -> str:
         tests: Number of tests over all problems; by default those of this one.
     """
     first, others, pairs = rows[0].arm.name, rows[1:], len(rows[0].areas)
+    if not any(map(_has_curve, rows)):
+        return "All runs failed."
     sentences = [f"{metric} ends at {', at '.join(map(_end, rows))}."]
     for sign, word in ((1, "better"), (-1, "worse")):
         if names := [row.arm.name for row in others if row.direction == sign]:
@@ -245,6 +247,11 @@ def conclusion(metric: str, rows: Sequence[Row], tests: int = 0) -> str:
             else f"No difference is shown{about}; more than {seeds} can show a smaller one."
         )
     return " ".join(sentences)
+
+
+def _has_curve(row: Row) -> bool:
+    """Returns whether a run of an arm did not fail."""
+    return row.failed < len(row.finals)
 
 
 def _end(row: Row) -> str:
@@ -264,6 +271,8 @@ def verdict(rows: Sequence[Row], tests: int = 0) -> str:
         tests: Number of tests over all problems; by default those of this one.
     """
     first, others, pairs = rows[0].arm.name, rows[1:], len(rows[0].areas)
+    if not any(map(_has_curve, rows)):
+        return "All runs failed."
     shown = [
         f"{word} than {first}: {', '.join(names)}"
         for sign, word in ((1, "better"), (-1, "worse"))
@@ -303,17 +312,18 @@ def _limits(rows: Sequence[Row], tests: int) -> str:
 def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
     """Says how long the runs are and which arms have another start than the first."""
     texts = {}
-    for row in rows:
+    finished = [row for row in rows if _has_curve(row)]
+    for row in finished:
         config = comparison.config(name, row.arm, 0)
         updates = config.steps * config.learner.minibatches
         texts[row.arm.name] = f"{row.played:,.0f} episodes and {updates:,} updates"
     different = len(set(texts.values())) > 1
     listed = "; ".join(f"{arm}: {text}" for arm, text in texts.items())
-    text = f"Runs of {listed if different else texts[rows[0].arm.name]}."
+    text = f"Runs of {listed if different else texts[finished[0].arm.name]}." if finished else ""
     if different:
         first, last = rows[0].episodes[0], rows[0].episodes[-1]
         text += f" Everything is compared from episode {first:,.0f} to {last:,.0f}, which all have."
-    if len(rows[0].episodes) < 3:
+    if finished and len(rows[0].episodes) < 3:
         config = comparison.problems[name]
         text += (
             f" The curves have no more than two points, since runs of {config.steps} steps are "
@@ -325,7 +335,7 @@ def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
     other = [row.arm.name for row in rows if not comparison.same_start(name, row.arm)]
     if other:
         text += f" {', '.join(other)}: another start than the first arm."
-    return text
+    return text.strip()
 
 
 def _method(comparison: Comparison) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from operator import index
 from typing import Annotated, Any
 
 import numpy as np
@@ -240,7 +241,15 @@ class BranchingCollector(Collector):
         budget, points = self.branching.budget, []
         if not any(e.turns for e in episodes) or 0 < budget <= sum(map(sampled_tokens, episodes)):
             return []
-        for i, k in self.branching.points(episodes):
+        selected = self.branching.points(episodes)
+        try:
+            pairs = [(index(i), index(k)) for i, k in selected]
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{type(self.branching).__name__}: points() returned {str(selected)[:200]}; "
+                "expected pairs of integers, of an episode and its turn"
+            ) from None
+        for i, k in pairs:
             if not (0 <= i < len(episodes) and shared_turns(episodes[i]) <= k):
                 raise ConfigError(f"{type(self.branching).__name__}: no turn to branch at: {i, k}")
             if (i, k) not in done and 0 < k < len(episodes[i].turns) and not episodes[i].failed:

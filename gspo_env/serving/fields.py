@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, NoReturn, Protocol
@@ -312,6 +313,10 @@ def make_request(
         hottest: Largest temperature.
         terms: Further fields of the request.
     """
+    for name_of_tool, number in Counter(tool.name for tool in tools).items():
+        if number > 1:
+            fault = f"tools has {number} tools named {name_of_tool!r}; expected different names"
+            raise RefusedError(fault, param="tools")
     metadata = fields.values.get("metadata")
     named = metadata.get("agent") if isinstance(metadata, dict) else None
     return Request(

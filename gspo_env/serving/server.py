@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -63,6 +64,7 @@ class PolicyServer:
         self._server = self._make_server(log)
         self._thread = threading.Thread(target=self._run, name="gspo-env-server", daemon=True)
         self._thread.start()
+        _RUNNING.add(self)
 
     @property
     def url(self) -> str:
@@ -169,6 +171,17 @@ class PolicyServer:
             self._thread.join(_END_SECONDS)
         self._socket.close()
 
+    def leave_to_parent(self) -> None:
+        """Gives up the sockets in a child that was forked; those of the parent stay open."""
+        listeners = [one for s in self._sessions.values() for one, _ in s.listeners]
+        transports = [c.transport for c in self._server.server_state.connections]
+        sockets = [self._socket, *listeners, *(t.get_extra_info("socket") for t in transports)]
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in (one.fileno() for one in sockets):
+            if number >= 0:
+                os.dup2(null, number, inheritable=False)  # its object may close the number later
+        os.close(null)
+
     def _call(self, function: Callable[[], None]) -> None:
         try:
             self._loop.call_soon_threadsafe(function)
@@ -208,6 +221,7 @@ def _digest(key: str) -> str:
 
 _LOCK = threading.Lock()
 _SHARED: list[PolicyServer] = []
+_RUNNING: weakref.WeakSet[PolicyServer] = weakref.WeakSet()
 
 
 def address() -> PolicyServer:
@@ -223,5 +237,12 @@ def _close_shared() -> None:
         _SHARED.pop().close()
 
 
+def _leave_to_parent() -> None:
+    for server in _RUNNING:
+        server.leave_to_parent()
+    _RUNNING.clear()
+    _SHARED.clear()
+
+
 atexit.register(_close_shared)
-os.register_at_fork(after_in_child=_SHARED.clear)
+os.register_at_fork(after_in_child=_leave_to_parent)

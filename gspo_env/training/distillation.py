@@ -10,7 +10,7 @@ import numpy as np
 from annotated_types import Ge, Interval
 
 from gspo_env.credit.statistics import discounted
-from gspo_env.errors import ConfigError, TrainingError
+from gspo_env.errors import ConfigError, ModelError, TrainingError
 from gspo_env.registry import check_values, find, load_function
 
 if TYPE_CHECKING:
@@ -97,7 +97,10 @@ class Distillation:
             )
 
     def _tokenizer(self) -> Any:
-        return load_function("gspo_env.model.load:load_tokenizer", "teacher")(self.teacher)
+        try:
+            return load_function("gspo_env.model.load:load_tokenizer", "teacher")(self.teacher)
+        except ModelError as error:
+            raise ModelError(f"advantage.teacher is {self.teacher!r}: {error}") from error
 
     def bind(self, learner: Trainer, collector: Collector) -> BoundDistillation:
         """Loads the teacher.

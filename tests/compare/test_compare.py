@@ -27,7 +27,14 @@ from gspo_env.compare.stats import (
 )
 from gspo_env.config import from_dict, to_toml
 from gspo_env.errors import ConfigError, OutputError, UnknownEnvironmentError
-from gspo_env.report.comparison import METHODS, summarise, table, verdict, write_report
+from gspo_env.report.comparison import (
+    METHODS,
+    conclusion,
+    summarise,
+    table,
+    verdict,
+    write_report,
+)
 from gspo_env.tracking.base import NoTracker
 from gspo_env.tracking.mlflow import MLflow
 from studies.coverage import DISTRIBUTIONS, coverage
@@ -349,6 +356,12 @@ def test_a_failed_run_ranks_below_the_worst_run_in_every_statistic(
     if len(lost) == 8:
         assert rows[1].improvement == 0.5
         assert table(comparison, rows)[1][2] == "all runs failed"
+        assert conclusion("m", rows) == verdict(rows) == "All runs failed."
+        write_report(comparison, results, tmp_path)
+        report = (tmp_path / "report.md").read_text()
+        assert "--eval-every" not in report
+        assert "two points" not in report
+        assert "0 episodes" not in report
 
 
 @pytest.mark.parametrize(

@@ -302,6 +302,27 @@ def test_rules_select_turns_and_equal_seeds_give_equal_groups(chat, rule):
             assert {(e.origin, e.shared) for e in branches} == {(0, 1), (3, 2)}
 
 
+class Answer(Branching):
+    """Returns whatever it is given."""
+
+    def __init__(self, points):
+        super().__init__()
+        object.__setattr__(self, "answer", points)
+
+    def points(self, episodes):
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "points", [None, 3, [1, 2], [(0, 1.0)], [(0,)], [(0, 1, 2)], [("0", "1")], [(0, None)]]
+)
+def test_a_rule_that_returns_no_turns_is_refused_with_what_it_returned(chat, points):
+    with pytest.raises(
+        ConfigError, match=r"Answer: points\(\) returned .*; expected pairs of integ"
+    ):
+        branch(chat, Counter, Answer(points), tasks=1)
+
+
 def test_the_budget_ends_branching_within_one_turn_and_evaluations_have_no_branches(chat):
     (group,), _ = branch(chat, Counter, EveryTurn(), tasks=1)
     plain = sum(sampled_tokens(e) for e in group.episodes if e.origin is None)

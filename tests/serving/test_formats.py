@@ -70,18 +70,21 @@ REFUSED = {
         {"messages": [{"role": "assistant", "content": "I"}]},
         {"messages": [{"role": "robot", "content": "x"}]},
         *({"tools": [{"function": {"name": n}}]} for n in (True, None, 3, "a b", "x" * 129)),
+        {"tools": [{"type": "function", "function": {"name": "look"}}] * 100},
     ],
     "/messages": [
         *({"tool_choice": {"type": "any"}}, {"tool_choice": {"type": "tool", "name": "look"}}),
         {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
         *({"top_k": 5}, {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
         *({"tools": [{"type": "bash", "name": "bash"}]}, {"max_tokens": None}, {"mcp_servers": []}),
+        {"tools": [{"name": "look", "input_schema": {}}] * 2},
     ],
     "/responses": [
         *({"previous_response_id": "resp_1"}, {"conversation": "c"}, {"background": True}),
         *({"tools": [{"type": "web_search"}]}, {"text": {"format": {"type": "json_schema"}}}),
         *({"reasoning": {"effort": "high"}}, {"tool_choice": "required"}),
         {"input": [{"type": "item_reference", "id": "x"}]},
+        {"tools": [{"type": "function", "name": "look"}] * 2},
     ],
 }
 

@@ -387,6 +387,37 @@ def test_a_forked_child_gets_an_address_of_its_own(opened):
     session.close()
 
 
+def test_a_forked_child_keeps_no_socket_of_the_server():
+    server = PolicyServer()
+    session = server.open(Policy())
+    session.listen(listener := socket.create_server(("127.0.0.1", 0)))
+    places = [(server.host, server.port), listener.getsockname()]
+    clients = [socket.create_connection(place) for place in places]
+    for client in clients:
+        request = f"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-api-key: {session.key}\r\n\r\n"
+        client.sendall(request.encode())
+        assert client.recv(12) == b"HTTP/1.1 200"
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        os.close(theirs)
+        os.read(ours, 1)  # until the parent closes its end
+        os._exit(0)
+    session.close()
+    server.close()
+    for place, client in zip(places, clients, strict=True):
+        client.settimeout(20)
+        while client.recv(65536):
+            pass
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(place)
+        client.close()
+    os.close(theirs)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_an_address_that_cannot_be_had_is_one_error(address):
     with pytest.raises(ConfigError, match="cannot listen"):
         PolicyServer("127.0.0.1", address.port)

@@ -207,7 +207,7 @@ def test_a_teacher_that_is_no_model_is_refused_before_any_episode(
     shutil.copytree(teacher, tmp_path / "emptied")
     (tmp_path / "emptied" / "tokenizer.json").unlink()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match=name):
+    with pytest.raises(ModelError, match=rf"advantage\.teacher is '{name}': .*{name}"):
         GSPOAgent(config=distil(name, tmp_path / "run"))
 
 
