@@ -159,7 +159,7 @@ for line in sys.stdin:
     if calls and KIND == "no messages":
         sys.stdout.write("Downloading... 50 %\n" * 500 + '{"jsonrpc": "2.0", "id": [{}]}\n' * 500)
     if calls and KIND == "bytes":
-        said = json.dumps({**reply, "result": text("cafe")}).replace("cafe", "caf\xe9")
+        said = json.dumps({**reply, "result": text("the")}).replace("the", "th\xe9")
         os.write(1, said.encode("latin-1") + b"\n")
         continue
     if calls and KIND == "strange notes":
