@@ -93,9 +93,6 @@ def test_tools_that_a_template_ignores_are_listed_in_the_system_prompt():
     assert "lookup" in chat.decode_all(chat.start("x", Prompt(system="y", tools=(Named,))))
 
 
-ENDLESS = "runs more than 1,000,000 lines"
-
-
 @pytest.mark.parametrize(
     ("template", "words"),
     [
@@ -105,16 +102,6 @@ ENDLESS = "runs more than 1,000,000 lines"
         (
             TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.index0 != 1 }}"),
             "drops or repeats a message of user, assistant",
-        ),
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-            + TEMPLATE,
-            ENDLESS,
-        ),
-        (
-            "{% macro f(n) %}{% if n %}{{ f(n - 1) + f(n - 1) }}{% endif %}{% endmacro %}"
-            "{{ f(60) }}" + TEMPLATE,
-            ENDLESS,
         ),
     ],
 )

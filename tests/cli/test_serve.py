@@ -1,5 +1,6 @@
 """`gspo-env serve` and `train --conversations` with real parts."""
 
+import contextlib
 import json
 import os
 import re
@@ -40,7 +41,9 @@ def folder(tmp_path_factory):
     return imitated(tmp_path_factory.mktemp("run"))
 
 
-def serve(folder, *flags, **variables):
+@contextlib.contextmanager
+def serving(folder, *flags):
+    """Yields the program, its address for chats, and what asks with its key."""
     command = [sys.executable, "-m", "gspo_env", "serve", str(folder), "--port", "0", *flags]
     with (folder.parent / "serve.err").open("w") as errors:
         child = subprocess.Popen(
@@ -48,53 +51,48 @@ def serve(folder, *flags, **variables):
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env={**os.environ, **variables},
+            env={**os.environ, KEY: "open sesame"},
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # maybe ignored here
         )
     exported = dict(
         child.stdout.readline().strip().removeprefix("export ").split("=") for _ in "12"
     )
-    return child, exported
-
-
-@pytest.mark.slow
-def test_the_model_that_imitated_a_program_answers_it_behind_the_port(folder):
-    child, exported = serve(folder, **{KEY: "open sesame"})
+    url, headers = f"{exported['OPENAI_BASE_URL']}/chat/completions", "Bearer open sesame"
     try:
-        url = f"{exported['OPENAI_BASE_URL']}/chat/completions"
-        ask = {"model": "m", "temperature": 0, "messages": TALK[:2], "tools": [TOOL]}
-        assert httpx.post(url, json=ask, timeout=60).status_code == 401
-        headers = {"authorization": "Bearer open sesame"}
-        got = httpx.post(url, json=ask, headers=headers, timeout=60).json()
-        (call,) = got["choices"][0]["message"]["tool_calls"]
-        assert json.loads(call["function"]["arguments"]) == {"key": "amber"}
-        result = {"role": "tool", "tool_call_id": call["id"], "content": "river"}
-        ask["messages"] = [*TALK[:2], got["choices"][0]["message"], result]
-        got = httpx.post(url, json=ask, headers=headers, timeout=60).json()
-        assert got["choices"][0]["message"]["content"] == "It is river."
-        errors = (folder.parent / "serve.err").read_text()
-        assert "Loading weights" not in errors
-        assert '"POST /v1/chat/completions HTTP/1.1" 401' in errors
-        assert child.stdout.readline().startswith('curl "$OPENAI_BASE_URL/chat/completions"')
-        assert re.fullmatch(r"Ready on http://\S+, Ctrl-C stops\n", child.stdout.readline())
+        with httpx.Client(headers={"authorization": headers}, timeout=120) as client:
+            yield child, url, lambda body: client.post(url, json=body)
     finally:
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 130
         child.stdout.close()
 
 
+@pytest.mark.slow
+def test_the_model_that_imitated_a_program_answers_it_behind_the_port(folder):
+    with serving(folder) as (child, url, post):
+        ask = {"model": "m", "temperature": 0, "messages": TALK[:2], "tools": [TOOL]}
+        assert httpx.post(url, json=ask, timeout=60).status_code == 401
+        got = post(ask).json()
+        (call,) = got["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"key": "amber"}
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "river"}
+        ask["messages"] = [*TALK[:2], got["choices"][0]["message"], result]
+        assert post(ask).json()["choices"][0]["message"]["content"] == "It is river."
+        errors = (folder.parent / "serve.err").read_text()
+        assert "Loading weights" not in errors
+        assert '"POST /v1/chat/completions HTTP/1.1" 401' in errors
+        assert child.stdout.readline().startswith('curl "$OPENAI_BASE_URL/chat/completions"')
+        assert re.fullmatch(r"Ready on http://\S+, Ctrl-C stops\n", child.stdout.readline())
+
+
 @pytest.mark.vllm
 def test_vllm_can_answer_behind_the_port(tmp_path):
     """Its heads are as wide as vLLM needs; answers do not depend on the requests beside them."""
     saved = imitated(tmp_path, hidden_size=64, heads=2)
-    child, exported = serve(saved, "--engine", "vllm", **{KEY: "open sesame"})
-    try:
-        url = f"{exported['OPENAI_BASE_URL']}/chat/completions"
-        headers = {"authorization": "Bearer open sesame"}
+    with serving(saved, "--engine", "vllm") as (_, _, post):
 
         def ask(**fields):
-            body = {"model": "m", "messages": TALK[:2], "tools": [TOOL], **fields}
-            return httpx.post(url, json=body, headers=headers, timeout=120)
+            return post({"model": "m", "messages": TALK[:2], "tools": [TOOL], **fields})
 
         (call,) = ask(temperature=0).json()["choices"][0]["message"]["tool_calls"]
         assert json.loads(call["function"]["arguments"]) == {"key": "amber"}
@@ -107,10 +105,6 @@ def test_vllm_can_answer_behind_the_port(tmp_path):
         assert messages[0::2] == messages[:1] * 4
         assert messages[1::2] == messages[1:2] * 4
         assert ask(messages=[{"role": "user", "content": "amber " * 500}]).status_code == 400
-    finally:
-        child.send_signal(signal.SIGINT)
-        assert child.wait(60) == 130
-        child.stdout.close()
 
 
 def test_a_port_in_use_is_refused_before_the_model_loads(capsys):

@@ -13,25 +13,20 @@ import pytest
 from credits import TASK, episode
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import tiny
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.check.environment import check_env
-from gspo_env.config import Config
 from gspo_env.credit import ScoreChoice, estimate, turn_rewards
 from gspo_env.credit.scores import contents
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
-from gspo_env.recipes.tiny import Tiny
 from gspo_env.registry import BUILTIN, find
 from gspo_env.types import Group, Score, StepInfo, StopReason
 
-TINY = Tiny(
-    hidden_size=16,
-    layers=1,
-    heads=2,
-    demonstrations=64,
-    imitation_steps=80,
-    imitation_learning_rate=2e-2,
-)
+RECIPE = {
+    **{"hidden_size": 16, "layers": 1, "heads": 2},
+    **{"imitation_steps": 80, "imitation_learning_rate": 2e-2},
+}
 ESTIMATORS = sorted({*BUILTIN["advantage"]} - {"distillation"})
 
 COIN = """
@@ -84,16 +79,8 @@ def group(*episodes, **changes):
 
 def train(tmp_path, source, name, **changes):
     (tmp_path / "mine.py").write_text(source)
-    settings = {
-        "env": f"{tmp_path}/mine.py:{name}",
-        "steps": 1,
-        "tasks_per_step": 4,
-        "eval_tasks": 16,
-        "rollout": {"max_turn_tokens": 4},
-        "tracker": "none",
-    }
-    config = Config.from_recipe(TINY, **(settings | changes))
-    agent = GSPOAgent(config=config)
+    settings = {"steps": 1, "eval_tasks": 16, "rollout": {"max_turn_tokens": 4}, **changes}
+    agent = GSPOAgent(config=tiny(env=f"{tmp_path}/mine.py:{name}", recipe=RECIPE, **settings))
     return agent, agent.train()
 
 

@@ -16,6 +16,14 @@ TOOL = {"name": "look", "description": "Looks.", "parameters": PARAMETERS}
 HI = [{"role": "user", "content": "hi"}]
 
 
+def check_returned(policy):
+    """The second request has what the policy said in the first one, and the result."""
+    said, given = policy.seen[1].messages[1:]
+    assert (said.content, said.reasoning) == ("wait", "so")
+    assert said.tool_calls[0].arguments == CALL.arguments
+    assert (given.role, given.tool_call_id) == ("tool", said.tool_calls[0].id)
+
+
 @pytest.fixture
 def openai(opened):
     sdk = pytest.importorskip("openai")
@@ -64,10 +72,7 @@ def test_openai_chat_with_a_call_and_its_result(openai, stream):
             one.pop("index", None)
         message.pop("parsed", None)
     assert client.chat.completions.create(model="m", messages=history).choices[0].message.content
-    said, given = policy.seen[1].messages[1:]
-    assert (said.content, said.reasoning) == ("wait", "so")
-    assert said.tool_calls[0].arguments == CALL.arguments
-    assert (given.role, given.tool_call_id) == ("tool", said.tool_calls[0].id)
+    check_returned(policy)
 
 
 def test_openai_errors_have_their_classes(openai, opened):
@@ -113,10 +118,7 @@ def test_openai_responses_with_a_call_and_its_result(openai, stream):
         item.pop("parsed_arguments", None)
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
     assert client.responses.create(model="m", input=[*HI, *items, result]).output_text == "7"
-    said, given = policy.seen[1].messages[1:]
-    assert (said.content, said.reasoning) == ("wait", "so")
-    assert said.tool_calls[0].arguments == CALL.arguments
-    assert given.tool_call_id == said.tool_calls[0].id
+    check_returned(policy)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -140,10 +142,7 @@ def test_anthropic_with_a_call_and_its_result(anthropic, stream):
         {"role": "user", "content": [result]},
     ]
     client.messages.create(model="m", max_tokens=9, messages=history)
-    said, given = policy.seen[1].messages[1:]
-    assert (said.content, said.reasoning) == ("wait", "so")
-    assert said.tool_calls[0].arguments == CALL.arguments
-    assert (given.role, given.tool_call_id) == ("tool", said.tool_calls[0].id)
+    check_returned(policy)
     assert policy.seen[0].messages[0] == Message(role="system", content="be brief")
 
 

@@ -263,28 +263,35 @@ def test_impossible_settings_are_refused(settings, words):
         MLflow(**settings)
 
 
+@contextlib.contextmanager
+def answering(serve):
+    """The address of a server that does this with its one connection."""
+
+    def work():
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(ConnectionError):
+            serve(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=work)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
 @pytest.mark.parametrize(
     "answer",
     [b"", b"SSH-2.0-x\r\n", b"HTTP/1.1 nope\r\n\r\n", b"\0" * 70_000, b"HTTP/1.1 302 x\r\n\r\n"],
 )
 def test_an_address_that_speaks_no_http_is_refused_in_one_sentence(answer):
-    def serve():
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(1000)
-            connection.sendall(answer)
+    def serve(connection):
+        connection.recv(1000)
+        connection.sendall(answer)
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=serve)
-        thread.start()
-        uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with (
-            contextlib.nullcontext()
-            if b"302" in answer
-            else pytest.raises(ConfigError, match="which does not answer")
-        ):
-            MLflow(tracking_uri=uri).check()
-        thread.join()
+    is_http = b"302" in answer
+    refused = pytest.raises(ConfigError, match="which does not answer")
+    with answering(serve) as uri, contextlib.nullcontext() if is_http else refused:
+        MLflow(tracking_uri=uri).check()
 
 
 @pytest.mark.parametrize(
@@ -292,23 +299,17 @@ def test_an_address_that_speaks_no_http_is_refused_in_one_sentence(answer):
     [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\nX", b"HTTP/1.1 200 OK\r\n", b"H"],
 )
 def test_an_answer_that_never_ends_is_refused(answer, monkeypatch):
-    def serve():
-        connection, _ = listener.accept()
-        with connection, contextlib.suppress(ConnectionError):
-            connection.sendall(answer)
-            while not refused.wait(0.05):
-                connection.sendall(answer if answer.endswith(b"\r\n\r\n") else b"a")
+    def serve(connection):
+        connection.sendall(answer)
+        while not refused.wait(0.05):
+            connection.sendall(answer if answer.endswith(b"\r\n\r\n") else b"a")
 
     monkeypatch.setattr("gspo_env.tracking.mlflow.TIMEOUT", 0.5)
     refused = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=serve)
-        thread.start()
-        uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with answering(serve) as uri:
         with pytest.raises(ConfigError, match="which does not answer"):
             MLflow(tracking_uri=uri).check()
         refused.set()
-        thread.join()
 
 
 def test_a_server_that_answers_is_asked_once():
