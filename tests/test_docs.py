@@ -142,3 +142,22 @@ def test_the_settings_of_each_size_are_settings_of_a_run():
 def test_tables_are_those_of_the_code(path):
     tables = runpy.run_path(str(ROOT / "docs/tables.py"))
     assert tables["filled"](path.read_text()) == path.read_text(), "run python docs/tables.py"
+
+
+def named(root):
+    """Each (file, test) of the table of attacks; the test is empty if the whole file is named."""
+    text = (root / "SECURITY.md").read_text()
+    return re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+
+
+def test_every_attack_has_a_test_that_exists(request):
+    root = request.config.rootpath
+    rows = [row for row in (root / "SECURITY.md").read_text().splitlines() if "`tests/" in row]
+    assert len(rows) > 20
+    for file, name in named(root):
+        tests = {
+            node.name
+            for node in ast.walk(ast.parse((root / file).read_text()))
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        }
+        assert name in tests if name else any(t.startswith("test_") for t in tests), (file, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +17,14 @@ from turns import episode, turn
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.sample import to_samples
 from gspo_env.config import EpisodesConfig
-from gspo_env.episodes import read_episodes
+from gspo_env.episodes import read_episodes, render_episode
 from gspo_env.episodes.schema import EpisodeFile, Episodes, episode_files
 from gspo_env.episodes.writer import EpisodeLog, surplus, to_table
 from gspo_env.errors import OutputError
 from gspo_env.learner import GSPO, Learner, LearnerConfig, TokenValues
 from gspo_env.report.traces import traces
 from gspo_env.rollout.metrics import Evaluation
-from gspo_env.types import Group, Prompt, StepInfo, StopReason
+from gspo_env.types import Group, Message, Prompt, StepInfo, StopReason, Task
 
 ROOT = Path(__file__).parents[2]
 
@@ -304,3 +305,34 @@ def test_a_full_disk_stops_no_training(tmp_path):
     group = Group(task=one.task, episodes=(one,))
     log.evaluated(0, Evaluation([group], [group], 1.0))
     assert failed == ["episodes/000000-eval.parquet", "episodes/000000-greedy.parquet"]
+
+
+def make_episode(**changes):
+    played = turn(text="guess 7", observation="Guess a number.\n\nBe quick.")
+    fields = {
+        "task": Task(env_id="gspo/Guess-v0", seed=11, options={"high": 9}),
+        "turns": (played,),
+        "success": True,
+    }
+    return replace(episode(), **{**fields, **changes})
+
+
+def test_an_episode_shows_task_prompt_turns_and_how_it_ended():
+    prompt = Prompt(system="Be quick.", messages=(Message(role="user", content="hello"),))
+    text = render_episode(make_episode(prompt=prompt, final_observation="Right!"))
+    for part in (
+        *("gspo/Guess-v0, seed 11, high=9", "turn 1: reward +0.5, 3 tokens read, 2 sampled"),
+        *("  | Guess a number.\n  | \n  | Be quick.", "  | guess 7", "  | Right!"),
+        *("system prompt:\n  | Be quick.", "earlier user message:\n  | hello"),
+        "success: outcome +1, stopped by terminated",
+    ):
+        assert part in text
+
+
+def test_an_episode_that_was_cut_is_no_failure_and_one_that_broke_shows_its_error():
+    text = render_episode(make_episode(success=False, stop_reason=StopReason.MAX_TURNS))
+    assert "no success: outcome +1, stopped by max_turns" in text
+    broken = {"stop_reason": StopReason.ERROR, "error": "boom", "success": None, "outcome": 0.0}
+    text = render_episode(make_episode(turns=(), **broken))
+    for part in ("its environment failed", "stopped by error", "  | boom"):
+        assert part in text

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import runs
 
+from gspo_agents.gspo import GSPOAgent
 from gspo_env.errors import ConfigError
 from gspo_env.training import Ladder, StepResult
 from gspo_env.training.curriculum import next_options
@@ -57,3 +59,35 @@ def test_a_ladder_ignores_results_of_groups_that_were_drawn_with_an_earlier_valu
     assert ladder.options([old]) == {"hops": 2}
     assert ladder.options([old, old]) == {"hops": 2}
     assert ladder.options([old, old, new]) == {"hops": 3}
+
+
+GRADED = """
+from small_env import Shown
+
+
+class Graded(Shown):
+    def reset(self, *, seed=None, options=None):
+        self.level = (options or {}).get("level", 100)
+        return super().reset(seed=seed)
+
+    def reward(self, action):
+        return float(self.level)
+"""
+
+
+def test_the_options_of_a_step_follow_from_the_results_before_it(tmp_path, in_folder):
+    (tmp_path / "graded.py").write_text(GRADED)
+    config = runs.tiny(
+        env="graded.py:Graded",
+        recipe={"imitation_learning_rate": 1e-2},
+        steps=5,
+        rollout={"max_turn_tokens": 8},
+        curriculum={"name": "ladder", "option": "level", "values": [1, 2, 3], "success": 0.1},
+    )
+    history = GSPOAgent(config=config).train()
+    training = [metrics for _, metrics in history if "rollout/return" in metrics]
+    levels = [metrics["rollout/option/level"] for metrics in training]
+    assert levels == [1, 1, 2, 2, 3]
+    # an action that does not end within its limit is not seen by the environment
+    assert all(0 < m["rollout/return"] <= level for m, level in zip(training, levels, strict=True))
+    assert history[-1][1]["eval/return"] > 3
