@@ -275,6 +275,7 @@ def _within(kind: type, bounds: Sequence[Any]) -> _Rule:
     def allows(value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, number):
             return False
+        value = value.item() if hasattr(value, "item") else value  # NumPy would warn
         if not -largest <= value <= largest:  # also for NaN
             return False
         return all(getattr(operator, word)(value, end) for word, end in ends.items())

@@ -112,5 +112,6 @@ def test_every_setting_with_bounds_or_a_list_of_values_is_checked(cls):
                 cls(**{name: math.nan})
 
 
+@pytest.mark.filterwarnings("error")
 def test_numbers_of_numpy_and_whole_numbers_are_taken():
     check_values(Settings(count=np.int64(3), share=np.float32(0.25), size=2))
