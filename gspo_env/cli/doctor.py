@@ -41,8 +41,8 @@ class Doctor:
 
 
 def diagnose(model: str = "") -> list[Finding]:
-    """Checks packages, device, environments, the sandbox, vLLM and, if named, a model."""
-    findings = [_versions(), _device(), _threads(), _vision(), _environments(), _sandbox(), _vllm()]
+    """Checks packages, device, the sandbox, vLLM and, if named, a model."""
+    findings = [_versions(), _device(), _threads(), _vision(), _sandbox(), _vllm()]
     return [*findings, _model(model)] if model else findings
 
 
@@ -86,12 +86,6 @@ def _vision() -> Finding:
         return Finding("torch companions", "none that clashes with torch")
     text = f"{', '.join(cuda)} built for CUDA beside a CPU torch break transformers"
     return Finding("torch companions", f"{text}: pip uninstall -y {' '.join(cuda)}", ok=False)
-
-
-def _environments() -> Finding:
-    from gspo_env.env.registration import describe_envs
-
-    return Finding("environments", ", ".join(env.id for env in describe_envs()))
 
 
 def _sandbox() -> Finding:

@@ -1,6 +1,6 @@
 """Groups that others play: the same as in one process, each once, whoever dies.
 
-The workers here are threads, so that Ray need not be installed; `test_ray_workers.py` has the same
+The workers here are threads, so that Ray need not be installed; `test_ray.py` has the same
 with Ray.
 """
 
