@@ -78,6 +78,14 @@ def first_line(function: Callable[..., object]) -> str:
 TOOL = as_tool(look)
 CALL = ToolCall(name="look", arguments={"word": "a", "times": 2})
 JSON, TYPED, LITERAL = "JSON", "text, typed by the schema", "Python literals"
+MARKED = "text, typed by the call"
+_DSML = (
+    '<\uff5cDSML\uff5cinvoke name="look">\n'
+    '<\uff5cDSML\uff5cparameter name="word" string="true">a</\uff5cDSML\uff5cparameter>\n'
+    '<\uff5cDSML\uff5cparameter name="times" string="false">2</\uff5cDSML\uff5cparameter>\n'
+    "</\uff5cDSML\uff5cinvoke>"
+)
+_NAMESPACE = "]<]minimax[>["
 FORMATS = {
     "Hermes, Qwen": (JSON, "qwen3", f"<tool_call>\n{_OBJECT}\n</tool_call>"),
     "GLM": (
@@ -104,6 +112,28 @@ FORMATS = {
         '<invoke name="look">\n<parameter name="word">a</parameter>\n'
         '<parameter name="times">2</parameter>\n</invoke>',
     ),
+    "MiniMax M3": (
+        TYPED,
+        "",
+        f'{_NAMESPACE}<tool_call>\n{_NAMESPACE}<invoke name="look">{_NAMESPACE}<word>a{_NAMESPACE}'
+        f"</word>{_NAMESPACE}<times>2{_NAMESPACE}</times>{_NAMESPACE}</invoke>\n{_NAMESPACE}"
+        "</tool_call>",
+    ),
+    "Step 3": (
+        TYPED,
+        "",
+        '<steptml:invoke name="look"><steptml:parameter name="word">a</steptml:parameter>'
+        '<steptml:parameter name="times">2</steptml:parameter></steptml:invoke>',
+    ),
+    "DeepSeek 3.2, 4": (MARKED, "", _DSML),
+    "DeepSeek 4.1": (MARKED, "", re.sub("\uff5c(?=[ip])", "\uff5c ", _DSML)),
+    "Kimi K3": (
+        MARKED,
+        "",
+        '<|open|>call tool="look" index="1"<|sep|><|open|>argument key="word" type="string"<|sep|>a'
+        '<|close|>argument<|sep|><|open|>argument key="times" type="number"<|sep|>2'
+        "<|close|>argument<|sep|><|close|>call<|sep|>",
+    ),
     "MiniCPM 5": (
         TYPED,
         "",
@@ -125,6 +155,12 @@ FORMATS = {
         f"<\uff5ctool\u2581call\u2581begin\uff5c>look<\uff5ctool\u2581sep\uff5c>{_ARGUMENTS}"
         "<\uff5ctool\u2581call\u2581end\uff5c>",
     ),
+    "Solar": (
+        JSON,
+        "",
+        f"<|tool_call:begin|>a1<|tool_call:name|>look<|tool_call:args|>{_ARGUMENTS}"
+        "<|tool_call:end|>",
+    ),
     "Kimi": (
         JSON,
         "",
@@ -137,6 +173,25 @@ FORMATS = {
         f"<|channel|>commentary to=functions.look <|constrain|>json<|message|>{_ARGUMENTS}<|call|>",
     ),
     "Gemma 4": (JSON, "", '<|tool_call>call:look{word:<|"|>a<|"|>,times:2}<tool_call|>'),
+    "FunctionGemma": (
+        JSON,
+        "",
+        "<start_function_call>call:look{word:<escape>a<escape>,times:2}<end_function_call>",
+    ),
+    "Gemma 3": (LITERAL, "", f"```tool_code\n{_PYTHON}\n```"),
+    "Olmo 3": (LITERAL, "", f"<function_calls>{_PYTHON}</function_calls>"),
+    "Command": (
+        JSON,
+        "",
+        f'<|START_ACTION|>[{{"tool_name": "look", "parameters": {_ARGUMENTS}}}]<|END_ACTION|>',
+    ),
+    "Hunyuan, Jamba": (JSON, "", f"<tool_calls>[{_OBJECT}]</tool_calls>"),
+    "Nemotron Nano 2": (JSON, "", f"<TOOLCALL>[{_OBJECT}]</TOOLCALL>"),
+    "LongCat": (JSON, "", f"<longcat_tool_call>{_OBJECT}</longcat_tool_call>"),
+    "InternLM": (JSON, "", f"<|action_start|><|plugin|>{_OBJECT}<|action_end|>"),
+    "GigaChat": (JSON, "", f"<|function_call|>{_OBJECT}"),
+    "Granite 20B": (JSON, "", f"<function_call>{_OBJECT}"),
+    "Phi-4-mini, functools": (JSON, "", f"functools[{_OBJECT}]"),
 }
 """The form of each family's arguments, its tokenizer in the tests, and `CALL` as it writes it."""
 

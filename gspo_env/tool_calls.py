@@ -28,6 +28,9 @@ _SPACE: Any = json.decoder.WHITESPACE  # type: ignore[attr-defined]
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
 _REASONING = {
     "<think>": "</think>",
+    "<mm:think>": "</mm:think>",
+    "<seed:think>": "</seed:think>",
+    "<|open|>think<|sep|>": "<|close|>think<|sep|>",
     "[THINK]": "[/THINK]",
     "<|channel>thought": "<channel|>",
     "<|channel|>analysis<|message|>": "<|end|>",
@@ -36,21 +39,14 @@ _REASONING = {
 }
 """The marks around reasoning."""
 MARKS = (
-    HERMES,
-    XML,
-    "<|python_tag|>",
-    "[TOOL_CALLS]",
-    "<|tool_call|>",
-    "<|tool_call_start|>",
-    "<|python_start|>",
-    "<|tool_call>call:",
-    '<atem:invoke name="',
-    "<invoke name=",
-    "<function name=",
-    "<|tools_prefix|>",
-    "<\uff5ctool\u2581call\u2581begin\uff5c>",
-    "to=functions.",
-    "<|tool_call_begin|>",
+    *(HERMES, XML, "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "<|tool_call_start|>"),
+    *("<|python_start|>", "<|tool_call>call:", '<atem:invoke name="', "<invoke name="),
+    *("<function name=", "<|tools_prefix|>", "to=functions.", "<|tool_call_begin|>"),
+    *("<\uff5ctool\u2581call\u2581begin\uff5c>", '<\uff5cDSML\uff5cinvoke name="'),
+    *('<\uff5cDSML\uff5c invoke name="', '<steptml:invoke name="', '<|open|>call tool="'),
+    *("]<]minimax[>[<tool_call>", "<start_function_call>call:", "<function_calls>", "<TOOLCALL>"),
+    *("<tool_calls>", "<|START_ACTION|>", "<longcat_tool_call>", "<|action_start|><|plugin|>"),
+    *("<|function_call|>", "<function_call>", "functools[", "<|tool_call:begin|>", "```tool_code"),
 )
 """Marks that begin a call, of all families."""
 _UNCLOSED = "the tool call is in reasoning without an end, write </think> or its own mark first."
@@ -269,9 +265,9 @@ def _find_calls(
     """Returns the calls, and the text around them with the malformed ones."""
     schemas = {tool.name: tool.parameters for tool in tools}
     mark = MARK.search(text)
-    start = skip_space(text, 0)
-    if text.startswith(("{", "["), start) or (mark is None and ("{" in text or "[" in text)):
-        bare, start = _formats().read_bare(text, schemas, anywhere=mark is None)
+    before = text[: mark.start()] if mark else text
+    if "{" in before or "[" in before:
+        bare, start = _formats().read_bare(text, schemas, len(before))
         if bare:
             return bare, text[:start]
     calls: list[ToolCall | ToolCallError] = []

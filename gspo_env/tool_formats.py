@@ -6,8 +6,9 @@ import ast
 import json
 import keyword
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from gspo_env.tool_calls import (
@@ -33,7 +34,15 @@ _BEFORE = (
     "<atem:function_calls>",
     "<minimax:tool_call>",
     "<seed:tool_call>",
+    "<dots_function_call>",
     "<function_calls>",
+    "<\uff5cDSML\uff5cfunction_calls>",
+    "<\uff5cDSML\uff5ctool_calls>",
+    "<\uff5cDSML\uff5c calls>",
+    "<\uff5ctool_call_begin\uff5c>function<\uff5ctool_sep\uff5c>",
+    "<\uff5ctool_calls_begin\uff5c>",
+    "<|open|>tools<|sep|>",
+    "<|tool_calls|>",
     "<|channel|>commentary",
     "<|channel|>analysis",
     "<|start|>assistant",
@@ -45,7 +54,17 @@ _ENDS = (
     "</atem:function_calls>",
     "</minimax:tool_call>",
     "</seed:tool_call>",
+    "</dots_function_call>",
     "</function_calls>",
+    "</tool_calls>",
+    "</\uff5cDSML\uff5cfunction_calls>",
+    "</\uff5cDSML\uff5ctool_calls>",
+    "</\uff5cDSML\uff5c calls>",
+    "<\uff5ctool_call_end\uff5c>",
+    "<\uff5ctool_calls_end\uff5c>",
+    "<|close|>tools<|sep|>",
+    "<|close|>message<|sep|>",
+    "<|calls|>",
     "<\uff5ctool\u2581calls\u2581end\uff5c>",
     "<|tool_calls_section_end|>",
     "<|tool_call_section_end|>",
@@ -58,6 +77,9 @@ _ENDS = (
 _AFTER = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, _ENDS))}))*")
 _ARGUMENTS, _CALL_ID, _MISTRAL = "[ARGS]", "[CALL_ID]", "[TOOL_CALLS]"
 _CDATA = "<![CDATA["
+_ON_LINES = re.compile(r"\n.*\n|\r\n.*\r\n", re.DOTALL)
+_MOST_MARKS = 4
+"""Closing marks that are tried as the end of calls in Python."""
 _LONGEST_LITERAL = 1 << 16
 """Characters of a call that is written in Python."""
 _KINDS: Mapping[type, str] = {
@@ -73,25 +95,39 @@ _BARE = re.compile(r"^[ \t]*(?=[{\[])", re.MULTILINE)
 _FENCE = re.compile(r"```\w*[ \t]*\n(?=\s*[{\[][^`]*```\Z)")
 """The start of a block of code with JSON or Python that ends a text."""
 _BROKEN = re.compile(
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"]*)"|\[\s*([\w.]+)\('
+    r'\[?\s*\{\s*(?:"(?:type|id|tool_call_id)"\s*:\s*"\w*"\s*,\s*)?"(?:tool_)?name"\s*:\s*"([^"]*)"'
+    r"|\[\s*([\w.-]+)\("
 )
 """The start of a call in JSON or Python, with its name."""
 _GLM_KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
 _AFTER_GLM_VALUE = ("<arg_key>", END_OF_HERMES)
 _END_OF_APERTUS = "<|tools_suffix|>"
-_END_OF_GEMMA = "<tool_call|>"
+_NAMESPACE = "]<]minimax[>["
+_MINIMAX_TAG = re.compile(rf"{re.escape(_NAMESPACE)}<(/?)([^<>]+)>")
 _NAMED = re.compile(r"\s*[\w.-]+\s*\{")
 _MORE = re.compile(r"\s*(?P<name>[\w.-]{1,200})(?:\[CALL_ID\](?P<id>\w{1,200}))?\[ARGS\]\s*")
-_GEMMA_MARK = re.compile(r'<\|"\|>|<tool_call\|>')
-_KEYWORD = "_keyword_"
+_PYTHON_NAME = re.compile(r"\s*([A-Za-z_][\w.]*)\(")
+_PYTHON_VALUE = re.compile(r"None|True|False|\[.*\]|\{.*\}", re.DOTALL)
+_ITEM = "item"
+"""The name of an element of a list."""
+_DEEPEST_ELEMENT = 90
+_TYPE = re.compile(r'" (?:string|type|index)="(\w+)\Z')
+"""The end of a quoted name with a type behind it."""
+_KEYWORD, _SIGNS = "_keyword_", {"-": "_x2d_sign_", ".": "_x2e_sign_"}
 _TEXT = r""""(?:[^"\\]|\\.?)*(?:"|\Z)|'(?:[^'\\]|\\.?)*(?:'|\Z)"""
-_PYTHON_TOKEN = re.compile(rf"{_TEXT}|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:[\\'\"abfnrtvxuUN0-7\n]|(.))")
+"""A backslash and what it escapes, in a group if that is nothing in Python."""
+_PYTHON_TOKEN = re.compile(
+    rf"{_TEXT}|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])|\b([^\W\d][\w.]*(?:[.-]\w+)+)(?=\s*(=[^=]|\())",
+    re.DOTALL,
+)
 _GEMMA_TEXT = re.compile(_TEXT, re.DOTALL)
-_GEMMA_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')
+_GEMMA_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"](?:[^{}\[\],:"]*[^\s{}\[\],:"])?)\s*:')
 _GEMMA_WORD = re.compile(r'\b(?:None|True|False)\b(?!")')
 _WORDS = {"None": "null", "True": "true", "False": "false"}
-_LLAMA_FORM = 'the tool call must be a JSON object of "name" and "parameters".'
+_JSON_FORM = 'the tool call must be a JSON object of "name" and "arguments", or a list of them.'
 _PYTHON_FORM = "the tool call must be [NAME(KEY=VALUE, ...)] with literal values."
+_PYTHON_LINES = "the tool calls must be lines NAME(KEY=VALUE, ...) with literal values."
 
 
 class _Tags(NamedTuple):
@@ -101,6 +137,8 @@ class _Tags(NamedTuple):
     close_parameter: str
     close: str
     form: str
+    end: str = ">"
+    """The end of an opening tag."""
 
 
 def _without_end(text: str, marks: Sequence[str]) -> str:
@@ -165,8 +203,9 @@ def _tagged(tags: _Tags, text: str, start: int, schemas: Schemas) -> Reading:
     if close < 0:
         return f"the tool call has no closing {tags.close}.", start
     fault = f"the tool call must be {tags.form} in it.", close + len(tags.close)
-    name, begin = _attribute(text, start)
+    name, _, begin = _attribute(text, start, tags.end)
     pairs, position = [], skip_space(text, begin)
+    types: dict[str, str] = {}
     if name and text.startswith("{", position):
         value, end, problem = decode(text, position)
         end = skip_space(text, max(end, 0))
@@ -174,28 +213,37 @@ def _tagged(tags: _Tags, text: str, start: int, schemas: Schemas) -> Reading:
             return problem or fault[0], fault[1]
         return to_calls({"name": name, "arguments": value}), end + len(tags.close)
     while name and text.startswith(tags.parameter, position):
-        key, begin = _attribute(text, position + len(tags.parameter))
+        key, kind, begin = _attribute(text, position + len(tags.parameter), tags.end)
         following = (tags.parameter, tags.close)
         end = _value_end(text, begin, tags.parameter, tags.close_parameter, following)
         if not key or end < 0:
             return fault
-        line = "\r\n" if text.startswith("\r\n", begin) else "\n"
-        value = text[begin:end].removeprefix(line).removesuffix(line)
-        if value.startswith(_CDATA) and value.endswith("]]>"):
+        value = text[begin:end]
+        line = "\r\n" if value.startswith("\r\n") else "\n"
+        if tags is _FUNCTIONS or (tags is _INVOKE and _ON_LINES.fullmatch(value)):
+            value = value.removeprefix(line).removesuffix(line)
+        if tags is _MINICPM and value.startswith(_CDATA) and value.endswith("]]>"):
             value = value.removeprefix(_CDATA).removesuffix("]]>")
         pairs.append((key, value))
+        types |= {key: kind} if kind else {}
         position = skip_space(text, end + len(tags.close_parameter))
     if not name or not text.startswith(tags.close, position):
         return fault
-    return _typed_call(name, pairs, schemas), position + len(tags.close)
+    return _typed_call(name, pairs, schemas, types), position + len(tags.close)
 
 
-def _attribute(text: str, start: int) -> tuple[str, int]:
-    """Returns the rest of an opening tag, empty if it is none, and where its content begins."""
+def _attribute(text: str, start: int, end: str) -> tuple[str, str, int]:
+    """Returns the name in an opening tag, empty if it is none, its type, and the content's start.
+
+    The type is what `string="..."` or `type="..."` says behind the name, or empty.
+    """
     quote = next((q for q in text[max(start - 1, 0) : start + 1][::-1] if q in "\"'"), "")
-    bracket = text.find(f"{quote}>", start) + len(quote)
+    bracket = text.find(f"{quote}{end}", start) + len(quote)
     name = text[start : max(bracket, start)].strip(" \"'")
-    return ("" if "<" in name else name), bracket + 1
+    typed = _TYPE.search(name) if quote else None
+    if typed:
+        name = name[: typed.start()]
+    return ("" if "<" in name else name), typed[1] if typed else "", bracket + len(end)
 
 
 def _value_end(
@@ -222,24 +270,72 @@ def _tagged_tool(tags: _Tags, text: str, start: int, schemas: Schemas) -> Readin
 
 
 def _typed_call(
-    name: str, pairs: Iterable[tuple[str, str]], schemas: Schemas
+    name: str, pairs: Iterable[tuple[str, Any]], schemas: Schemas, types: Mapping[str, str] = {}
 ) -> list[ToolCall] | str:
-    """Returns a call whose arguments are texts, with the types of their schemas."""
+    """Returns a call whose arguments are texts or elements.
+
+    Args:
+        name: The tool.
+        pairs: The keys and texts.
+        schemas: The schemas of the tools.
+        types: The types that the call itself gives, by key; others are those of the schema.
+    """
     arguments: dict[str, Any] = {}
     schema = schemas.get(name, {})
-    properties = schema.get("properties")
     for key, text in pairs:
         if key in arguments:
             return f"the tool call has the argument {key[:40]!r} twice."
-        part = properties.get(key) if isinstance(properties, Mapping) else None
-        kinds, values = _kinds(part, schema)
-        value = _typed(text, kinds, values)
-        kind = _KINDS[type(value)]
-        if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
-            expected = " or ".join(sorted(kinds))
-            return f"the argument {key[:40]!r} is {text[:40]!r}; expected {expected}."
-        arguments[key] = value
+        part: Any = _child(schema, key, schema)
+        if key in types:
+            others = [kind for kind in _KINDS.values() if kind != "string"]
+            part = {"type": {"true": "string", "false": others}.get(types[key], types[key])}
+        try:
+            arguments[key] = _value(text, part, schema)
+        except _TypeMismatchError as error:
+            return f"the argument {key[:40]!r} is {error}."
     return to_calls({"name": name, "arguments": arguments})
+
+
+class _TypeMismatchError(Exception):
+    """A text has none of the types that its schema allows."""
+
+
+class _Elements(NamedTuple):
+    """The content of an element that has others in it."""
+
+    text: str
+    items: list[tuple[str, Any]]
+
+
+def _child(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
+    """Returns the schema of a property or of the items, or None."""
+    for part in _alternatives(schema, root):
+        properties = part.get("properties")
+        if isinstance(properties, Mapping) and key in properties:
+            return properties[key]
+        if key == _ITEM and "items" in part:
+            return part["items"]
+    return None
+
+
+def _value(node: str | _Elements, schema: Any, root: Mapping[str, Any]) -> Any:
+    """Returns the value of a text, or of elements with names."""
+    kinds, values = _kinds(schema, root)
+    if isinstance(node, _Elements) and "string" in kinds and not kinds & {"array", "object"}:
+        node = node.text
+    value: Any
+    if isinstance(node, str):
+        value = _typed(node, kinds, values)
+    elif {name for name, _ in node.items} == {_ITEM} and "object" not in kinds:
+        part = _child(schema, _ITEM, root)
+        value = [_value(child, part, root) for _, child in node.items]
+    else:
+        value = {n: _value(child, _child(schema, n, root), root) for n, child in node.items}
+    kind = _KINDS[type(value)]
+    if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
+        text = node if isinstance(node, str) else node.text
+        raise _TypeMismatchError(f"{text[:40]!r}; expected {' or '.join(sorted(kinds))}")
+    return value
 
 
 def _typed(text: str, kinds: set[str], values: Sequence[Any]) -> Any:
@@ -256,6 +352,8 @@ def _typed(text: str, kinds: set[str], values: Sequence[Any]) -> Any:
             return value
     if "null" in kinds and (word in ("null", "None") or not (word or "string" in kinds)):
         return None
+    if not word and len(kinds) == 1 and kinds < {"array", "object"}:
+        return [] if "array" in kinds else {}
     if "string" in kinds:
         return text
     if "boolean" in kinds and word in ("True", "False"):
@@ -263,7 +361,8 @@ def _typed(text: str, kinds: set[str], values: Sequence[Any]) -> Any:
     try:
         value = DECODER.decode(text)
     except (ValueError, RecursionError):
-        value = _literal(word) if kinds & {"array", "object"} else text
+        is_literal = kinds & {"array", "object"} or (not kinds and _PYTHON_VALUE.fullmatch(word))
+        value = _literal(word) if is_literal else text
     if isinstance(value, float) and value.is_integer() and "integer" in kinds:
         return value if "number" in kinds else int(value)  # 2.0 is an integer in JSON schema
     return text if isinstance(value, str) else value
@@ -273,6 +372,20 @@ def _kinds(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], list[Any]]:
     """Returns the JSON types that a schema allows, none if it does not say, and its constants."""
     kinds: set[str] = set()
     constants: list[Any] = []
+    for part in _alternatives(schema, root):
+        kind, values = part.get("type"), part.get("enum", [part["const"]] if "const" in part else 0)
+        constants += values if isinstance(values, list) else []
+        if isinstance(kind, (str, list)):
+            kinds |= {kind} if isinstance(kind, str) else {k for k in kind if isinstance(k, str)}
+        elif isinstance(values, list):
+            kinds |= {_KINDS.get(type(value), "object") for value in values}
+        else:
+            return set(), []
+    return kinds, constants
+
+
+def _alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields the schemas that a schema stands for: itself, or those that it refers to."""
     parts, seen = [schema], set[int]()
     while parts:
         part = parts.pop()
@@ -280,22 +393,16 @@ def _kinds(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], list[Any]]:
             continue
         seen.add(id(part))
         if not isinstance(part, Mapping):
-            return set(), []
-        kind, values = part.get("type"), part.get("enum", [part["const"]] if "const" in part else 0)
+            yield {}
+            continue
         options = [part.get(key) for key in ("anyOf", "oneOf", "allOf")]
-        constants += values if isinstance(values, list) else []
         alternatives = [each for option in options if isinstance(option, list) for each in option]
         if isinstance(reference := part.get("$ref"), str):
             parts.append(_resolve(reference, root))
-        elif isinstance(kind, (str, list)):
-            kinds |= {kind} if isinstance(kind, str) else {k for k in kind if isinstance(k, str)}
-        elif alternatives:
+        elif alternatives and not isinstance(part.get("type"), (str, list)):
             parts += alternatives
-        elif isinstance(values, list):
-            kinds |= {_KINDS.get(type(value), "object") for value in values}
         else:
-            return set(), []
-    return kinds, constants
+            yield part
 
 
 def _resolve(reference: str, root: Any) -> Any:
@@ -316,10 +423,20 @@ def _literal(source: str | ast.expr) -> Any:
 
 
 def _to_python(token: re.Match[str]) -> str:
-    """Escapes line breaks in a text, and lets a keyword name an argument."""
+    """Escapes line breaks in a text, and lets a keyword or signs be in a name."""
     if token[1]:
         return f"{_KEYWORD}{token[1]}"
-    return token[0].replace("\r", "\\r").replace("\n", "\\n")
+    if token[2]:
+        return re.sub("[-.]", lambda sign: _SIGNS[sign[0]], token[2])
+    escaped = _ESCAPE.sub(lambda match: f"\\{match[0]}" if match[1] else match[0], token[0])
+    return escaped.replace("\r", "\\r").replace("\n", "\\n")
+
+
+def _name(name: str) -> str:
+    """Returns a name in Python as it was before `_to_python`."""
+    for sign, word in _SIGNS.items():
+        name = name.replace(word, sign)
+    return name.removeprefix(_KEYWORD)
 
 
 class _JSONWords(ast.NodeTransformer):
@@ -333,51 +450,119 @@ class _JSONWords(ast.NodeTransformer):
 
 def _python(close: str, text: str, start: int, schemas: Schemas) -> Reading:
     """Reads `[NAME(KEY=VALUE, ...), ...]`, or JSON in its place."""
-    end = text.find(close, start)
-    body = text[start : end if end >= 0 else len(text)]
-    end = end + len(close) if end >= 0 else len(text)
-    if not body.strip().startswith(("[", "{")):
+    if not text.startswith(("[", "{"), skip_space(text, start)):
         return _PYTHON_FORM, start
-    value, stop, fault = decode(body, skip_space(body, 0))
-    if not fault and value and not body[stop:].strip():
-        return to_calls(value), end
-    calls = _python_calls(body)
-    return calls or _PYTHON_FORM, end
+    value, stop, fault = decode(text, skip_space(text, start))
+    stop = skip_space(text, max(stop, 0))
+    if not fault and value and (stop == len(text) or text.startswith(close, stop)):
+        return to_calls(value), min(stop + len(close), len(text))
+    calls, end = _python_to(close, text, start)
+    return calls or _PYTHON_FORM, len(text) if end < 0 else end
+
+
+def _python_to(close: str, text: str, start: int) -> tuple[list[ToolCall], int]:
+    """Returns the calls before a closing mark, which a text in them may name, and where it ends.
+
+    Without a mark, the calls end the text and the position is -1.
+    """
+    end = first = text.find(close, start)
+    if first < 0:
+        return _python_calls(text[start:]), -1
+    for _ in range(_MOST_MARKS):
+        calls = _python_calls(text[start:end])
+        end += len(close)
+        if calls or text.find(close, end) < 0:
+            break
+        end = text.find(close, end)
+    return calls, end if calls else first + len(close)
+
+
+def _python_lines(close: str, text: str, start: int, schemas: Schemas) -> Reading:
+    """Reads lines `NAME(KEY=VALUE, ...)` and a closing mark, if the first names a tool."""
+    name = _PYTHON_NAME.match(text, start)
+    if name is None or name[1] not in schemas:
+        return [], start
+    calls, end = _python_to(close, text, start)
+    if end < 0:
+        return f"the tool call has no closing {close}.", start
+    return calls or _PYTHON_LINES, end
+
+
+def _minimax(text: str, start: int, schemas: Schemas) -> Reading:
+    """Reads calls of MiniMax M3: elements that nest, each tag with a mark before it."""
+    calls: list[ToolCall | ToolCallError] = []
+    position = skip_space(text, start)
+    while (opening := _MINIMAX_TAG.match(text, position)) and opening[2].startswith("invoke name="):
+        pairs, position = _elements(text, opening.end())
+        if pairs is None:
+            break
+        name = opening[2].partition("=")[2].strip("\"'")
+        call = _typed_call(name, pairs, schemas)
+        calls += [ToolCallError(message=call)] if isinstance(call, str) else call
+        position = skip_space(text, position)
+    end = _MINIMAX_TAG.match(text, position)
+    if end and end[0].endswith("</tool_call>") and calls:
+        return calls, end.end()
+    fault = f'the tool calls must be {_NAMESPACE}<invoke name="NAME"> with elements in it.'
+    return ([*calls, ToolCallError(message=fault)] if calls else fault), max(position, start)
+
+
+def _elements(text: str, start: int) -> tuple[list[tuple[str, Any]] | None, int]:
+    """Returns the elements up to the end of a call, None if one has no end, and where that is."""
+    starts, levels_ = [("invoke", start)], [list[tuple[str, Any]]()]
+    for tag in _MINIMAX_TAG.finditer(text, start):
+        name, begin = starts[-1]
+        if not tag[1]:
+            starts.append((tag[2], tag.end()))
+            levels_.append([])
+        elif tag[2] not in (name, name.partition(" name=")[0]):
+            break
+        elif len(starts) == 1:
+            return levels_[0], tag.end()
+        else:
+            starts.pop()
+            children = _Elements(text[begin : tag.start()], levels_.pop())
+            levels_[-1].append((name, children if children.items else children.text))
+        if len(starts) > _DEEPEST_ELEMENT:
+            break
+    return None, start
 
 
 def _python_calls(text: str) -> list[ToolCall]:
-    """Returns the calls of a list in Python; none if it is anything else."""
+    """Returns the calls in lines or a list in Python; none if it is anything else."""
     if len(text) > _LONGEST_LITERAL:
         return []
     try:
-        tree = ast.parse(_PYTHON_TOKEN.sub(_to_python, text.strip()), mode="eval").body
+        lines = ast.parse(_PYTHON_TOKEN.sub(_to_python, text.strip())).body
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return []
+    values = [line.value if isinstance(line, ast.Expr) else line for line in lines]
+    lists = [value.elts if isinstance(value, ast.List) else [value] for value in values]
     calls = []
-    for item in tree.elts if isinstance(tree, ast.List) else []:
+    for item in chain(*lists):
         if not isinstance(item, ast.Call) or not isinstance(item.func, (ast.Name, ast.Attribute)):
             return []
         arguments = {
-            word.arg and word.arg.removeprefix(_KEYWORD): _literal(_JSONWords().visit(word.value))
+            word.arg and _name(word.arg): _literal(_JSONWords().visit(word.value))
             for word in item.keywords
         }
         if item.args or None in arguments or len(arguments) < len(item.keywords):
             return []
         if any(isinstance(value, ast.expr) for value in arguments.values()):
             return []
-        call = to_call({"name": ast.unparse(item.func), "arguments": arguments})
+        call = to_call({"name": _name(ast.unparse(item.func)), "arguments": arguments})
         if isinstance(call, str):
             return []
         calls.append(call)
     return calls
 
 
-def _gemma(text: str, start: int, schemas: Schemas) -> Reading:
-    """Reads `NAME{KEY:VALUE,...}<tool_call|>` with texts between `<|"|>`."""
+def _gemma(quote: str, close: str, text: str, start: int, schemas: Schemas) -> Reading:
+    """Reads `NAME{KEY:VALUE,...}` and a closing mark, with texts between two quotes."""
     pieces: list[str] = []
     is_text, position = False, start
-    for mark in _GEMMA_MARK.finditer(text, start):
-        piece, is_end = text[position : mark.start()], mark[0] == _END_OF_GEMMA
+    for mark in re.compile(f"{re.escape(quote)}|{re.escape(close)}").finditer(text, start):
+        piece, is_end = text[position : mark.start()], mark[0] == close
         if is_text and is_end:
             continue
         pieces.append(json.dumps(piece) if is_text else _gemma_to_json(piece))
@@ -388,7 +573,7 @@ def _gemma(text: str, start: int, schemas: Schemas) -> Reading:
             if not fault and (brace + body)[end:].strip():
                 fault = "the tool call has text behind its arguments."
             return fault or to_calls({"name": name.strip(), "arguments": value}), position
-    return f"the tool call has no closing {_END_OF_GEMMA}.", start
+    return f"the tool call has no closing {close}.", start
 
 
 def _gemma_to_json(piece: str) -> str:
@@ -425,16 +610,22 @@ def _headed(
     return to_calls({"name": match["name"], "arguments": value}), end
 
 
-def _llama(text: str, start: int, schemas: Schemas) -> Reading:
-    values, end = _values(text, start)
-    if values:
-        return to_calls(values), end
+def _json(close: str, text: str, start: int, schemas: Schemas) -> Reading:
+    """Reads JSON objects or lists of them, and the closing mark if there is one."""
     inner = skip_space(text, start)
-    return _LLAMA_FORM, inner + 1 if text.startswith("{", inner) else start
+    if not text.startswith(("{", "["), inner):
+        return [] if text.startswith("<", inner) else _JSON_FORM, start
+    values, end = _values(text, inner)
+    if not values:
+        return decode(text, inner)[2] or to_calls(values), inner + 1
+    reading = to_calls(values, with_ids=close == "")
+    if text.startswith(("{", "[{"), end) and not isinstance(reading, str):
+        return [*reading, ToolCallError(message=decode(text, end)[2])], end + 1
+    return reading, end + len(close) if text.startswith(close, end) else end
 
 
 def read_bare(
-    text: str, schemas: Schemas, anywhere: bool
+    text: str, schemas: Schemas, limit: int
 ) -> tuple[list[ToolCall | ToolCallError], int]:
     """Returns the calls that a text without a mark ends with, and where they begin.
 
@@ -444,20 +635,27 @@ def read_bare(
     Args:
         text: The text.
         schemas: The tools.
-        anywhere: Whether other lines may precede the calls.
+        limit: Where the calls begin at the latest; 0 if nothing may precede them.
     """
     body = _without_end(text, _ENDS).rstrip()
-    if schemas and (fence := _FENCE.search(body)):
-        fenced, _ = read_bare(body[fence.end() : -3], schemas, anywhere=False)
-        return fenced, fence.start()
-    match = _BARE.search(body) if schemas and anywhere else None
+    fenced: list[ToolCall | ToolCallError] = []
+    while schemas and (fence := _FENCE.search(body)) and fence.start() <= limit:
+        block, _ = read_bare(body[fence.end() : -3], schemas, 0)
+        if not block:
+            break
+        fenced = [*block, *fenced]
+        body = body[: fence.start()].rstrip()
+    if fenced:
+        return fenced, len(body)
+    match = _BARE.search(body, 0, limit) if schemas and limit else None
     start = match.end() if match else skip_space(body, 0)
-    if anywhere and not body.startswith(("{", "["), start):
+    if limit and not body.startswith(("{", "["), start):
         named = (m for m in _BROKEN.finditer(body) if m[m.lastindex or 0] in schemas)
         start = next((m.start() for m in named), start)
-        whole = read_bare(body[start:], schemas, anywhere=False) if start else ([], 0)
+        whole = read_bare(body[start:], schemas, 0) if 0 < start < limit else ([], 0)
         is_whole = all(isinstance(call, ToolCall) for call in whole[0])
-        return (whole[0], start) if is_whole else ([], 0)
+        is_cut = any(body.count(o, start) > body.count(c, start) for o, c in ("{}", "()", "[]"))
+        return (whole[0], start) if is_whole or is_cut else ([], 0)
     if not body.startswith(("{", "["), start):
         return [], 0
     values, end = _values(body, start)
@@ -468,6 +666,8 @@ def read_bare(
         cut = _BROKEN.match(body, start)
         if cut is None or cut[cut.lastindex or 0] not in schemas:
             return [], start
+        if cut[2] and _python_calls(body[start : body.rfind("]") + 1]):
+            return [], start  # an example with text behind it
         fault = _PYTHON_FORM if cut[2] else decode(body, start)[2]
         return [ToolCallError(message=fault)], start
     if end < len(body) or not all(_is_bare_call(value, schemas) for value in values):
@@ -486,30 +686,33 @@ def _is_bare_call(value: Any, schemas: Schemas) -> bool:
 
 
 def _values(text: str, start: int) -> tuple[list[Any], int]:
-    """Reads JSON objects that `;` or white space divides, or a list of them, up to a fault."""
+    """Reads JSON objects, or lists of them, that `;`, `,` or white space divides."""
     position = skip_space(text, start)
-    if text.startswith("[", position):
-        value, end, fault = decode(text, position)
-        return ([], start) if fault else (value, skip_space(text, end))
     values: list[Any] = []
-    while text.startswith("{", position):
+    while text.startswith(("{", "["), position):
         value, end, fault = decode(text, position)
         if fault:
             break
-        values.append(value)
+        values += map(_renamed, value if isinstance(value, list) else [value])
         position = skip_space(text, end)
-        position = skip_space(text, position + 1) if text.startswith(";", position) else position
+        divided = text.startswith((";", ","), position)
+        position = skip_space(text, position + 1) if divided else position
     return values, position
+
+
+def _renamed(value: Any) -> Any:
+    """Returns a call of Command with the keys that others have."""
+    if not isinstance(value, dict) or "tool_name" not in value:
+        return value
+    keys = {"tool_name": "name", "tool_call_id": "id"}
+    return {key if keys.get(key) in value else keys.get(key, key): v for key, v in value.items()}
 
 
 def _mistral(text: str, start: int, schemas: Schemas) -> Reading:
     position = skip_space(text, start)
-    if not text.startswith("[", position):
-        return _newer_mistral(text, position)
-    values, end, fault = decode(text, position)
-    if fault:
-        return fault, position + 1
-    return to_calls(values, with_ids=True), end
+    if text.startswith("[", position):
+        return _json("", text, start, schemas)
+    return _newer_mistral(text, position)
 
 
 def _apertus(text: str, start: int, schemas: Schemas) -> Reading:
@@ -557,6 +760,23 @@ _FUNCTIONS = _Tags(
     "</function>",
     "<function=NAME> with <parameter=KEY>VALUE</parameter>",
 )
+_DSML, _SPACED_DSML, _STEP = (
+    _Tags(
+        f'<{mark}parameter name="',
+        f"</{mark}parameter>",
+        f"</{mark}invoke>",
+        f'<{mark}invoke name="NAME"> with <{mark}parameter name="KEY">VALUE</{mark}parameter>',
+    )
+    for mark in ("\uff5cDSML\uff5c", "\uff5cDSML\uff5c ", "steptml:")
+)
+_KIMI_3 = _Tags(
+    '<|open|>argument key="',
+    "<|close|>argument<|sep|>",
+    "<|close|>call<|sep|>",
+    '<|open|>call tool="NAME"<|sep|> with <|open|>argument key="KEY"<|sep|>VALUE'
+    "<|close|>argument<|sep|>",
+    end="<|sep|>",
+)
 _ATEM = _Tags(
     '<atem:parameter name="',
     "</atem:parameter>",
@@ -577,26 +797,44 @@ _MINICPM = _Tags(
 )
 _SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 _DEEPSEEK = re.compile(
-    r"(?:function<\uff5ctool\u2581sep\uff5c>)?(?P<name>[\w.-]+)"
+    r"(?:function<\uff5ctool\u2581sep\uff5c>)?(?P<name>[\w./-]+)"
     r"(?:<\uff5ctool\u2581sep\uff5c>|\s*```json)\s*"
 )
 _HARMONY = re.compile(
-    r"(?P<name>[\w.-]+)\s*(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?(?:\w+)?<\|message\|>\s*"
+    r"(?P<name>[\w./-]+)\s*(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?(?:\w+)?<\|message\|>\s*"
 )
 _KIMI = re.compile(
-    r"(?P<prefix>functions[._]?)?(?P<name>[\w.-]{1,200}?)(?(prefix)[:_]?|:)\d{1,9}\s*"
+    r"(?P<prefix>functions[._]?)?(?P<name>[\w./-]{1,200}?)(?(prefix)[:_]?|:)\d{1,9}\s*"
     r"<\|tool_call_argument_begin\|>\s*"
 )
+_SOLAR = re.compile(r"\w*<\|tool_call:name\|>(?P<name>[\w./-]+)<\|tool_call:args\|>\s*")
 _xml = partial(_tagged, _FUNCTIONS)
 READERS: Mapping[str, Callable[[str, int, Schemas], Reading]] = {
     HERMES: _tagged_hermes,
     XML: _xml,
-    "<|python_tag|>": _llama,
+    "<|python_tag|>": partial(_json, ""),
     _MISTRAL: _mistral,
     "<|tool_call|>": _mistral,
     "<|tool_call_start|>": partial(_python, "<|tool_call_end|>"),
     "<|python_start|>": partial(_python, "<|python_end|>"),
-    "<|tool_call>call:": _gemma,
+    "<|tool_call>call:": partial(_gemma, '<|"|>', "<tool_call|>"),
+    "<start_function_call>call:": partial(_gemma, "<escape>", "<end_function_call>"),
+    "<function_calls>": partial(_python_lines, "</function_calls>"),
+    "```tool_code": partial(_python_lines, "```"),
+    "<tool_calls>": partial(_json, "</tool_calls>"),
+    "<TOOLCALL>": partial(_json, "</TOOLCALL>"),
+    "<|START_ACTION|>": partial(_json, "<|END_ACTION|>"),
+    "<longcat_tool_call>": partial(_json, "</longcat_tool_call>"),
+    "<|action_start|><|plugin|>": partial(_json, "<|action_end|>"),
+    "<|function_call|>": partial(_json, ""),
+    "<function_call>": partial(_json, "</function_call>"),
+    "functools[": partial(_json, "]"),
+    '<\uff5cDSML\uff5cinvoke name="': partial(_tagged, _DSML),
+    '<\uff5cDSML\uff5c invoke name="': partial(_tagged, _SPACED_DSML),
+    '<steptml:invoke name="': partial(_tagged, _STEP),
+    '<|open|>call tool="': partial(_tagged, _KIMI_3),
+    f"{_NAMESPACE}<tool_call>": _minimax,
+    "<|tool_call:begin|>": partial(_headed, _SOLAR, "<|tool_call:args|>", "<|tool_call:end|>"),
     '<atem:invoke name="': partial(_tagged, _ATEM),
     "<invoke name=": partial(_tagged_tool, _INVOKE),
     "<function name=": partial(_tagged_tool, _MINICPM),

@@ -216,6 +216,10 @@ TYPED = [
     ({"anyOf": [{}, {"type": "integer"}]}, "x", "x"),
     ({"$ref": "#/$defs/loop"}, "x", "x"),
     ({"$ref": "elsewhere"}, "5", 5),
+    ({}, "None", None),
+    ({}, "{'a': [True]}", {"a": [True]}),
+    ({"type": "array"}, "", []),
+    ({"type": "string"}, "<![CDATA[x]]>", "<![CDATA[x]]>"),
 ]
 
 
@@ -307,7 +311,7 @@ def test_a_megabyte_of_hostile_text_is_read_once(unit):
         ("[TOOL_CALLS][]", "empty"),
         ("[TOOL_CALLS][3]", "must be a JSON object"),
         ("[TOOL_CALLS]a", "[ARGS]"),
-        ("<|python_tag|>print(1)", '"parameters"'),
+        ("<|python_tag|>print(1)", '"arguments"'),
         (f"<think>\nI could write {format_tool_call('leave', {})}", "</think>"),
     ],
 )
@@ -383,6 +387,11 @@ def test_a_malformed_call_before_a_good_one_is_counted_and_not_lost(text):
     assert [getattr(call, "name", "") for call in calls] == ["", "look"]
 
 
+BAR = "\uff5c"
+DSML = (
+    f'<{BAR}DSML{BAR}invoke name="look">\n<{BAR}DSML{BAR}parameter name={{}}>{{}}'
+    f"</{BAR}DSML{BAR}parameter>\n</{BAR}DSML{BAR}invoke>"
+)
 KIMI = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
 KIMI_SECTION = ["<|tool_call_section_begin|>", "<|tool_call_section_end|>"]
 SPELLINGS = [
@@ -430,7 +439,127 @@ SPELLINGS = [
     ),
     ("<|tool_call>call:look{word:['b', None, True]}<tool_call|>", {"word": ["b", None, True]}),
     ("<|tool_call>call:look{word:<|\"|>None: 'a'<|\"|>}<tool_call|>", {"word": "None: 'a'"}),
+    ("<|tool_call>call:look{a b:1}<tool_call|>", {"a b": 1}),
+    (DSML.format('"word" string="true"', "\na\n"), {"word": "\na\n"}),
+    (DSML.format('"word" string="true"', "644"), {"word": "644"}),
+    (DSML.format('"a" string="false"', '["x", {"y": null}]'), {"a": ["x", {"y": None}]}),
+    (
+        DSML.format('"a" string="true"', f"</{BAR}DSML{BAR}parameter> <b>"),
+        {"a": f"</{BAR}DSML{BAR}parameter> <b>"},
+    ),
+    (
+        DSML.format('"a" string="true"', "").join(
+            [f"<{BAR}DSML{BAR}tool_calls>\n", f"</{BAR}DSML{BAR}tool_calls>"]
+        ),
+        {"a": ""},
+    ),
+    (f'<{BAR}DSML{BAR}invoke name="look">{{"word": "a"}}</{BAR}DSML{BAR}invoke>', {"word": "a"}),
+    (f"<|open|>tools<|sep|>{TABLED['Kimi K3']}<|close|>tools<|sep|>", {"word": "a", "times": 2}),
+    ("<tool_calls>\n<tool_call>look</tool_call>\n</tool_calls>", {}),
+    ("<function_calls>\nlook(\n  word='a',\n)\n</function_calls>", {"word": "a"}),
+    (
+        "<|tool_call_start|>[look(a-b='<|tool_call_end|>')]<|tool_call_end|>",
+        {"a-b": "<|tool_call_end|>"},
+    ),
+    ("<|tool_call_start|>[look(word='\\{\\d')]<|tool_call_end|>", {"word": "\\{\\d"}),
+    ('Action:\n```json\n[{"tool_name": "look", "parameters": {"word": "a"}}]```', {"word": "a"}),
 ]
+
+
+MINIMAX = "]<]minimax[>["
+NESTED = {
+    "word": {"type": "string"},
+    "lines": {"type": "array", "items": {"$ref": "#/$defs/line"}},
+    "free": {},
+}
+LINE = {"type": "object", "properties": {"id": {"type": "string"}, "n": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ("<word>\n1</word>", {"word": "\n1"}),
+        ("<word>a<b>c</b></word>", {"word": f"a{MINIMAX}<b>c{MINIMAX}</b>"}),
+        ("<lines></lines>", {"lines": []}),
+        (
+            "<lines><item><id>7</id><n>7</n></item><item><id></id></item></lines>",
+            {"lines": [{"id": "7", "n": 7}, {"id": ""}]},
+        ),
+        ("<free><item>1</item><item>x</item></free>", {"free": [1, "x"]}),
+        ("<free><a b>true</a b></free>", {"free": {"a b": True}}),
+        ("<lines>x</lines>", "'lines' is 'x'; expected array"),
+        ("<lines><item><n>x</n></item></lines>", "'lines' is 'x'; expected integer"),
+        ("<word>1</word><word>2</word>", "'word' twice"),
+        ("<word>1", "with elements in it"),
+        ("<word>1</free>", "with elements in it"),
+        ("<a>" * 100 + "</a>" * 100, "with elements in it"),
+    ],
+)
+def test_elements_of_minimax_m3_nest_and_have_the_types_of_the_schema(body, arguments):
+    parameters = {"type": "object", "properties": NESTED, "$defs": {"line": LINE}}
+    tools = [dataclasses.replace(a_tool("look"), parameters=parameters)]
+    tag = '<tool_call><invoke name="look">'
+    text = f"{tag}{body}</invoke></tool_call>".replace("<", f"{MINIMAX}<")
+    calls = parse_tool_calls(f"So: {text}", tools)
+    if isinstance(arguments, str):
+        assert [arguments in call.message for call in calls] == [True]
+    else:
+        assert calls == [ToolCall(name="look", arguments=arguments)]
+        assert parse_tool_calls(f"{text}\n{text}", tools) == calls * 2
+
+
+@pytest.mark.parametrize("value", TABLED.values())
+@pytest.mark.parametrize("before", ["", "So:\n", "So: "])
+def test_a_call_without_a_mark_may_quote_any_call(value, before):
+    call = ToolCall(name="look", arguments={"word": value})
+    text = json.dumps({"name": "look", "parameters": call.arguments}, ensure_ascii=False)
+    for action in (text, f"[look(word={value!r})]"):
+        assert calls_in_tool_env(f"{before}{action}") == ([call], 0)
+
+
+@pytest.mark.parametrize("family", TABLED)
+def test_an_action_that_is_cut_anywhere_makes_no_other_call(family):
+    text, tools = TABLED[family], Shop().tools
+    call = ToolCall(name="look", arguments={"word": "a", "times": 2})
+    for end in range(len(text)):
+        for before in ("", "So:\n", "So: "):
+            calls = parse_tool_calls(f"{before}{text[:end]}", tools)
+            whole = [each for each in calls if isinstance(each, ToolCall)]
+            assert whole in ([], [dataclasses.replace(call, id=each.id) for each in whole][:1])
+            assert calls or end <= text.index("look") + len('look"')
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ('<|python_tag|>{"name": "look", "parameters": {}}\n{"name": look}', ["look", ""]),
+        ('<tool_calls>[{"name": "look"}]\n{"name": </tool_calls>', ["look", ""]),
+        ('[{"name": "look", "id": "a"}, {"name": "leave", "id": "b"}]', ["look", "leave"]),
+        (
+            '[{"name": "look", "arguments": {}}]\n[{"name": "leave", "arguments": {}}]',
+            ["look", "leave"],
+        ),
+        (
+            '{"name": "look", "arguments": {}}, {"name": "leave", "arguments": {}}',
+            ["look", "leave"],
+        ),
+        ('```json\n{"name": "look", "arguments": {}}\n```\n' * 2, ["look", "look"]),
+        ('```json\n[{"name": "look", "arguments": {"word":', [""]),
+        ("```python\n[look(word='a')]\n```\nThis is how.", []),
+        ("Call functools.reduce, or <function_calls>, or ```tool_code.", []),
+        ('[TOOL_CALLS][{"name": "look"}]\n[TOOL_CALLS][{"name": "leave"}]', ["look", "leave"]),
+    ],
+)
+def test_several_calls_in_one_action_are_each_made_or_malformed(text, names):
+    calls = parse_tool_calls(text, Shop().tools)
+    assert [getattr(call, "name", "") for call in calls] == names
+
+
+@pytest.mark.parametrize("name", ["get-weather", "ns.get-weather", "a_dot_b"])
+def test_a_name_that_is_none_in_python_can_be_called(name):
+    for text in ("<|tool_call_start|>[{}(a.b=1)]<|tool_call_end|>", "[{}(a.b=1)]"):
+        calls = parse_tool_calls(text.format(name), [a_tool(name)])
+        assert calls == [ToolCall(name=name, arguments={"a.b": 1})]
 
 
 QUOTED = [
@@ -458,7 +587,7 @@ def test_a_text_argument_may_quote_the_tags_of_a_call(family, value):
 def test_spellings_that_models_use_beside_that_of_their_template_are_read(text, arguments):
     message, malformed = parse_message(text, Shop().tools)
     assert message.tool_calls == (ToolCall(name="look", arguments=arguments),)
-    assert (message.content, malformed) == ("", 0)
+    assert (message.content.replace("Action:", ""), malformed) == ("", 0)
 
 
 def test_a_list_in_python_is_calls_if_it_names_a_tool_and_prose_in_brackets_is_not():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_env.env.tools import Tool
 from gspo_env.errors import GspoEnvError
-from gspo_env.types import Message
+from gspo_env.types import Message, ToolCall
 
 if TYPE_CHECKING:
     from gspo_env.serving.server import PolicyServer
@@ -138,6 +138,7 @@ class Session:
         self._server, self._answer = server, answer
         self._tasks: set[asyncio.Future[Reply]] = set()
         self._numbers, self._calls = itertools.count(1), itertools.count(1)
+        self._call_ids = set[str]()
         self._answered: set[str] = set()
 
     def listen(self, listener: socket.socket) -> None:
@@ -235,12 +236,16 @@ class Session:
                 "A program requested a %s; training uses the rollout's instead (logged once).", name
             )
 
+    def _identified(self, call: ToolCall) -> ToolCall:
+        """Returns a call with an id that no other of the session has; a model may repeat one."""
+        if not call.id or call.id in self._call_ids:
+            call = replace(call, id=f"call{next(self._calls):05d}")
+        self._call_ids.add(call.id)
+        return call
+
     def _finish(self, request: Request, reply: Reply) -> Reply:
         """Returns the reply with all ids and the reason that wire formats have."""
-        calls = tuple(
-            call if call.id else replace(call, id=f"call{next(self._calls):05d}")
-            for call in reply.message.tool_calls
-        )
+        calls = tuple(self._identified(call) for call in reply.message.tool_calls)
         reason = reply.finish_reason
         reason = "tool_calls" if reason == "stop" and calls else reason
         reply = replace(

@@ -249,11 +249,9 @@ def test_several_calls_of_an_action_are_in_the_next_prompt_of_every_template(cha
 
 
 UNREAD = {
-    "nemotron": "<TOOLCALL>[{{ c.function | tojson }}]</TOOLCALL>",
-    "internlm": "<|action_start|><|plugin|>\n{{ c.function | tojson }}<|action_end|>",
-    "command": '<|START_ACTION|>[{"tool_name": {{ c.function.name | tojson }}, "parameters": '
-    "{{ c.function.arguments | tojson }}}]<|END_ACTION|>",
-    "functools": "functools[{{ c.function | tojson }}]",
+    "functionary": ">>>{{ c.function.name }}\n{{ c.function.arguments | tojson }}",
+    "suffix": "<tool_call:a1>{{ c.function.name }}<tool_sep:a1>{{ c.function.arguments }}",
+    "plamo": "<|plamo:begin_tool_name|>{{ c.function.name }}{{ c.function.arguments | tojson }}",
 }
 
 
