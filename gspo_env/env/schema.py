@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, TypeAdapter
 
 from gspo_env.tool_calls import levels
 
@@ -27,8 +29,10 @@ _TURNED = ("contains", "if", "not", "oneOf")
 Check = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def checker(schema: dict[str, Any], *, complete: bool = False) -> Check:
-    """Returns a function that returns valid arguments and raises `ValueError` for others.
+def arguments_validator(
+    schema: dict[str, Any], *, complete: bool = False
+) -> TypeAdapter[dict[str, Any]]:
+    """Returns what validates the arguments of a tool; equal schemas share it.
 
     Every fault of the schema or of the arguments is a `ValueError` of at most 500 characters.
 
@@ -39,6 +43,16 @@ def checker(schema: dict[str, Any], *, complete: bool = False) -> Check:
     Raises:
         ValueError: The schema is too large or deep, invalid, or refers to another document.
     """
+    return _validator_of(json.dumps(schema), complete)
+
+
+@lru_cache(maxsize=1024)
+def _validator_of(schema: str, complete: bool) -> TypeAdapter[dict[str, Any]]:
+    check = _checker(json.loads(schema), complete)
+    return TypeAdapter(Annotated[dict[str, Any], AfterValidator(check)])
+
+
+def _checker(schema: dict[str, Any], complete: bool) -> Check:
     from jsonschema import FormatChecker
     from referencing import Registry
 

@@ -9,12 +9,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
-from pydantic import AfterValidator, TypeAdapter
+from pydantic import TypeAdapter
 
 from gspo_env.env.base import clean
-from gspo_env.env.schema import checker
+from gspo_env.env.schema import arguments_validator
 from gspo_env.env.tools import Tool
 from gspo_env.serving.session import RefusedError, Reply, Request
 from gspo_env.types import Message, ToolCall
@@ -385,7 +385,7 @@ def _schema_validator(schema: Json, where: str) -> TypeAdapter[dict[str, Any]]:
         RefusedError: The schema is none, takes long to check, or `jsonschema` is not installed.
     """
     try:
-        check = checker(schema, complete=True)
+        return arguments_validator(schema, complete=True)
     except ImportError:
         raise RefusedError(
             f"{where} is true, which needs the package jsonschema; expected false, or "
@@ -395,7 +395,6 @@ def _schema_validator(schema: Json, where: str) -> TypeAdapter[dict[str, Any]]:
         ) from None
     except ValueError as error:
         raise RefusedError(f"the schema of a strict tool is refused: {error}") from None
-    return TypeAdapter(Annotated[dict[str, Any], AfterValidator(check)])
 
 
 def _run_by_the_program(**arguments: Any) -> NoReturn:

@@ -6,13 +6,11 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property, partial
-from typing import Annotated, Any, Literal
-
-from pydantic import AfterValidator, TypeAdapter
+from functools import cached_property, partial
+from typing import Any, Literal
 
 from gspo_env.env.base import Options, ResetResult
-from gspo_env.env.schema import checker
+from gspo_env.env.schema import arguments_validator
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import Tool
 from gspo_env.errors import ConfigError, ToolServerError
@@ -177,7 +175,7 @@ def _as_tool(server: MCPServer, listed: Any, function: Callable[..., Any]) -> To
             raise ValueError("its name is not 1 to 128 letters, digits, or one of _ . : / -")
         if len(listed.description or "") > _LONGEST_DESCRIPTION:
             raise ValueError(f"its description has more than {_LONGEST_DESCRIPTION} characters")
-        validator = _validator(json.dumps(parameters))
+        validator = arguments_validator(parameters)
     except ValueError as error:
         raise ToolServerError(
             f"tool {shorten(listed.name, 128)!r} of MCP server {server.name!r} cannot be used: "
@@ -190,12 +188,6 @@ def _as_tool(server: MCPServer, listed: Any, function: Callable[..., Any]) -> To
         function=function,
         validator=validator,
     )
-
-
-@cache
-def _validator(schema: str) -> TypeAdapter[dict[str, Any]]:
-    """Returns the check of a tool's arguments, the same for all environments."""
-    return TypeAdapter(Annotated[dict[str, Any], AfterValidator(checker(json.loads(schema)))])
 
 
 def _result_text(result: Any) -> str:
