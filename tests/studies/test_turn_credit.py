@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
-from gspo_env.credit import Outcome
+from gspo_env.credit import GiGPO, Outcome
 from gspo_env.types import Group, Task, bare_episode
+from studies.credit.evidence import EvidenceCalibrated
 from studies.credit.exact import key_and_door
 from studies.credit.losses_exact import PROBLEMS
 from studies.credit.turn_credit import (
@@ -44,3 +47,23 @@ def test_a_judge_moves_credit_and_keeps_its_sum():
     estimator = JudgedTurns(best=best_actions(key_and_door(2)), scale="none")
     rows = estimator.advantages(Group(task=TASK, episodes=(right, half)))
     np.testing.assert_allclose(rows, [[1.0, 1.0], [0.0, -2.0]])  # 1 and -1 for whole episodes
+
+
+def group_of(episodes):
+    """A group of episodes of (reward, state, action) triples."""
+    made = [
+        bare_episode(TASK, [2] * len(turns), *map(list, zip(*turns, strict=True)))
+        for turns in episodes
+    ]
+    return Group(task=TASK, episodes=tuple(made))
+
+
+def test_evidence_calibrated_credit_by_hand():
+    rows = EvidenceCalibrated().advantages(group_of([[(1.0, "s", "a")], *[[(0.0, "s", "b")]] * 2]))
+    assert rows[0] == pytest.approx([2 / 3 + math.tanh(3) * (5 / 9 - 8 / 27)])
+
+
+def test_one_action_a_turn_and_no_shrinkage_is_gigpo_where_there_is_evidence():
+    episodes = [[(r, "s", name)] for r, name in ((1.0, "a"), (0.0, "b"), (3.0, "c"))]
+    ours = EvidenceCalibrated(shrinkage=0.0, patience=1e-3).advantages(group_of(episodes))
+    np.testing.assert_allclose(ours, GiGPO().advantages(group_of(episodes)), atol=1e-12)
