@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import numbers
 import operator
+import os
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -194,7 +195,7 @@ def load_module(where: str) -> ModuleType:
             return importlib.import_module(where)
         except (ValueError, TypeError) as error:  # not a valid name
             raise ImportError(str(error)) from error
-    path = Path(where).expanduser().resolve()
+    path = Path(os.path.expanduser(where)).resolve()
     if not path.is_file():
         raise ImportError(f"the file {where} does not exist")
     digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()[:12]

@@ -398,8 +398,8 @@ def _file_digests(settings: Any) -> dict[str, str]:
     """Returns the digest of each file that settings name."""
     digests = {}
     for name in (name for text in _texts(settings) for name in _file_names(text)):
-        with contextlib.suppress(OSError, ValueError, RuntimeError):  # it can be no file's name
-            path = Path(name).expanduser()
+        with contextlib.suppress(OSError, ValueError):  # it can be no file's name
+            path = Path(os.path.expanduser(name))
             if path.is_file():
                 digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return digests

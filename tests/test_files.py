@@ -17,7 +17,8 @@ from cli_errors import refused
 
 from gspo_env.cli.main import main
 from gspo_env.config import CheckpointConfig, Config, to_toml
-from gspo_env.episodes.schema import episode_files, read_episodes, read_tokens
+from gspo_env.episodes.page import write_page
+from gspo_env.episodes.schema import episode_files, read_episodes, read_tokens, schema
 from gspo_env.errors import OutputError
 from gspo_env.files import check_folder, parse_toml, read_file, write_file
 from gspo_env.redaction import write_text
@@ -206,6 +207,32 @@ def test_a_file_of_episodes_does_not_unpack_to_more_than_the_bounds(run, caplog,
     assert "unpacks to more than" in caplog.text
     monkeypatch.setattr("gspo_env.episodes.schema._MAX_UNPACKED", 100)
     assert episode_files(run) == []
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("options", text) for text in ("nope", "[1]", "7", '"ab"', "[" * 100_000)),
+        *(("messages", text) for text in ("nope", "7", "[1]", '[{"role": 7}]', "[" * 100_000)),
+        *(("stop_reason", "\x1b[31m"), ("seed", -1)),
+    ],
+)
+def test_a_damaged_episode_is_one_sentence_for_rescore(run, capsys, column, value):
+    Path("rows.jsonl").write_text('{"prompt": "x"}\n' * 20)
+    Path("score.py").write_text("def size(attempt):\n    return len(attempt.text)\n")
+    row = {"phase": "train", "stop_reason": "terminated", "turn": 0, column: value}
+    for name, kind in zip(schema().names, schema().types, strict=True):
+        empty = [] if pa.types.is_list(kind) else {"string": "", "bool": False}.get(str(kind), 0)
+        row.setdefault(name, empty)
+    table = pa.Table.from_pylist([row], schema=schema())
+    pq.write_table(table, run / "episodes/000001-train.parquet")
+    args = ["rescore", str(run), "--rewards", "score.py:size", "--data", "rows.jsonl"]
+    assert f"an episode of {run} is damaged" in refused(capsys, *args)
+
+
+def test_a_file_of_no_episodes_has_no_part_of_the_page(run, tmp_path):
+    pq.write_table(schema().empty_table(), run / "episodes/000001-train.parquet")
+    assert write_page(run, tmp_path / "page.html").exists()
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"x": 1}', "nope"])

@@ -423,6 +423,20 @@ def test_a_state_directory_that_cannot_be_written_stops_nothing(tmp_path, caplog
     assert "cannot note" in caplog.text
 
 
+def test_a_user_without_a_home_gets_a_warning_and_needs_the_flags(
+    tmp_path, monkeypatch, caplog, foreign
+):
+    for name in ("XDG_STATE_HOME", "HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)  # no user has this number
+    with pytest.raises(RuntimeError):
+        Path.home()
+    config = from_dict({"env": f"{tmp_path}/mine.py:Mine"})
+    record(tmp_path / "run", config)
+    assert "cannot note what" in caplog.text
+    assert read_saved(foreign({"env": config.env})).untrusted
+
+
 def test_loading_a_folder_opens_no_connection(monkeypatch, foreign):
     def connect(*arguments):
         raise AssertionError(f"connects to {arguments}")

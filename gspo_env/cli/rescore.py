@@ -47,7 +47,10 @@ class Rescore:
         for record in read_episodes(self.folder, phases=self.phases):
             if record.turns:
                 by_group.setdefault(record.group, []).append(record)
-        before = [_to_group(records) for records in by_group.values()]
+        try:
+            before = [_to_group(records) for records in by_group.values()]
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"an episode of {self.folder} is damaged: {error}") from error
         now = asyncio.run(self._score(before))
         print("\n".join(_compare(before, now)))
         if self.out:
@@ -140,8 +143,11 @@ def _to_episode(record: EpisodeRecord) -> Episode:
         for turn, role in zip(record.turns, [*roles, "user"], strict=True)
     )
     messages = tuple(read_messages(json.loads(record.turns[0].messages or "[]")))
+    options = dict(json.loads(record.options or "{}"))
+    if record.seed < 0:
+        raise ValueError(f"its seed is {record.seed}; expected at least 0")
     return Episode(
-        task=Task(env_id=record.env, seed=record.seed, options=json.loads(record.options or "{}")),
+        task=Task(env_id=record.env, seed=record.seed, options=options),
         prompt=Prompt(messages=messages),
         turns=turns,
         outcome=record.outcome,

@@ -85,7 +85,7 @@ class Part:
 def read_part(file: EpisodeFile) -> Part | None:
     """Reads a file; None if it is damaged, or its episodes have other ids than a run gives."""
     table = read_table(file.path)
-    if table is None:
+    if table is None or not len(table):
         return None
     starts = _starts(table)
     firsts = table.take(starts[:-1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ def read_conversations(path: str, least: float | None = None) -> list[Conversati
         ConfigError: It cannot be read, a line is malformed, or there is no conversation.
     """
     try:
-        data = Path(path).expanduser().read_bytes().removeprefix(codecs.BOM_UTF8)
+        data = Path(os.path.expanduser(path)).read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise ConfigError(f"cannot read the conversations {path!r}: {error.strerror}") from error
     conversations = []

@@ -80,6 +80,7 @@ ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
         (["train", "--advantage", "outcom"], "mean outcome? expected one of: "),
         (["train", "--learning-rate", "-1"], "learning_rate is -1.0; expected a finite number abo"),
         (["train", "--config", "none.toml"], "cannot read the config file 'none.toml'"),
+        (["train", "--conversations", "~nobody9/a"], "cannot read the conversations '~nobody9/a'"),
         (["train", "--env-kwargs", "hops"], "'hops' is not KEY=VALUE"),
         (["train", "--env-kwargs", "hopps=3"], "hopps"),
         (["train", "--env-kwargs", "hops=[3,"], "is no JSON value"),

@@ -65,6 +65,7 @@ def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path: Path) -> None
         (":Env", "cannot be imported"),
         ("gspo_envs.text.lookup:LokupEnv", "it has LookupEnv"),
         ("no/such/file.py:Env", "does not exist"),
+        ("~nosuchuser/file.py:Env", "does not exist"),
         ("mine.py", "expected mine.py:ClassName"),
     ],
 )

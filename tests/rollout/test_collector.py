@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from itertools import pairwise
 
@@ -16,7 +17,7 @@ from gspo_env.batch.sample import to_samples
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.registration import make_env
 from gspo_env.errors import RolloutError
-from gspo_env.rollout.metrics import RolloutStats
+from gspo_env.rollout.metrics import EpisodeStats, RolloutStats
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import StopReason, Task
 
@@ -241,3 +242,7 @@ def test_sampled_and_greedy_episodes_at_the_same_time_are_those_of_one_after_the
         actions = [[t.action_ids for t in e.turns] for e in episodes(found)]
         assert actions == [[t.action_ids for t in e.turns] for e in episodes(expected)]
     assert len(both.engine.log) == 12  # no two episodes share a session
+
+
+def test_no_episodes_have_statistics_without_nan():
+    assert all(map(math.isfinite, EpisodeStats.of([]).metrics("rollout").values()))

@@ -151,7 +151,7 @@ def open_rows(source: Any, split: str = "train", subset: str | None = None) -> R
         MissingExtraError: Its format needs a package that is not installed.
     """
     if isinstance(source, (str, os.PathLike)):
-        path = Path(source).expanduser()
+        path = Path(os.path.expanduser(source))
         stamp = path.stat().st_mtime_ns if path.exists() else 0
         source = _open_path(str(source), split, subset, stamp)
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
@@ -172,7 +172,7 @@ def open_rows(source: Any, split: str = "train", subset: str | None = None) -> R
 @lru_cache(maxsize=16)
 def _open_path(source: str, split: str, subset: str | None, stamp: int) -> Rows:
     """Opens a dataset once per process; a changed `stamp` reopens a changed file."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.suffix in (*_READERS, ".parquet") and not path.is_file():
         raise ConfigError(f"data: the file {source} does not exist.")
     if read := _READERS.get(path.suffix):
@@ -277,7 +277,7 @@ def _check_splits(data: Any, split: str, subset: str | None, held_out: Any) -> N
             f"data: held_out is {held_out!r}, the rows that are trained on, expected others, or 0 "
             "to use all rows for both."
         )
-    if isinstance(data, (str, os.PathLike)) and not _is_one_table(Path(data).expanduser()):
+    if isinstance(data, (str, os.PathLike)) and not _is_one_table(Path(os.path.expanduser(data))):
         return
     is_split = isinstance(held_out, str) and not Path(held_out).suffix
     settings = {"split": split != "train" and split, "subset": subset}
