@@ -41,15 +41,21 @@ _REASONING = {
 MARKS = (
     *(HERMES, XML, "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "<|tool_call_start|>"),
     *("<|python_start|>", "<|tool_call>call:", '<atem:invoke name="', "<invoke name="),
-    *("<function name=", "<|tools_prefix|>", "to=functions.", "<|tool_call_begin|>"),
-    *("<\uff5ctool\u2581call\u2581begin\uff5c>", '<\uff5cDSML\uff5cinvoke name="'),
+    *("<function name=", "<|tools_prefix|>", "to=functions.", "<|channel|>commentary to="),
+    *(
+        "<|tool_call_begin|>",
+        "<\uff5ctool\u2581call\u2581begin\uff5c>",
+        '<\uff5cDSML\uff5cinvoke name="',
+    ),
     *('<\uff5cDSML\uff5c invoke name="', '<steptml:invoke name="', '<|open|>call tool="'),
     *("]<]minimax[>[<tool_call>", "<start_function_call>call:", "<function_calls>", "<TOOLCALL>"),
     *("<tool_calls>", "<|START_ACTION|>", "<longcat_tool_call>", "<|action_start|><|plugin|>"),
     *("<|function_call|>", "<function_call>", "functools[", "<|tool_call:begin|>", "```tool_code"),
 )
 """Marks that begin a call, of all families."""
-_UNCLOSED = "the tool call is in reasoning without an end, write </think> or its own mark first."
+_IN_REASONING = (
+    "the tool call is in the reasoning, write it behind </think> or the mark that ends it."
+)
 
 
 class ToolSchema(Protocol):
@@ -95,7 +101,7 @@ def parse_tool_calls(
 ) -> list[ToolCall | ToolCallError]:
     """Returns the tool calls of an action in order, malformed ones included.
 
-    Calls inside the reasoning are ignored. If the reasoning never ends, a call in it is an error.
+    Calls inside the reasoning are ignored. If nothing follows it, a call in it is an error.
 
     Args:
         text: What the policy wrote, without the token that ended it.
@@ -127,7 +133,7 @@ def parse_message(
 
     Returns:
         The assistant's message, and the number of malformed calls, which stay in its content. Calls
-        in reasoning that never ends count as one, and stay in the reasoning.
+        in reasoning that nothing follows count as one, and stay in the reasoning.
 
     Example:
         >>> message, malformed = parse_message('<tool_call>{"name": "now"}</tool_call>')
@@ -252,9 +258,9 @@ def _split(
 ) -> tuple[str | None, str, list[ToolCall | ToolCallError]]:
     """Returns the reasoning, the content without its calls, and the calls."""
     reasoning, rest = split_reasoning(text, in_reasoning)
-    if rest is None:
-        has_call = MARK.search(text)
-        return reasoning, "", [ToolCallError(message=_UNCLOSED)] if has_call else []
+    if not (rest or "").strip():
+        has_call = MARK.search(reasoning or "")
+        return reasoning, rest or "", [ToolCallError(message=_IN_REASONING)] if has_call else []
     calls, content = _find_calls(rest, tools)
     return reasoning, content.strip() if _valid(calls) else rest, calls
 
@@ -344,7 +350,7 @@ def to_call(value: Any) -> ToolCall | str:
         arguments = {}
     if isinstance(arguments, str):
         try:
-            arguments = DECODER.decode(arguments)
+            arguments = {} if arguments == "null" else DECODER.decode(arguments)
         except (ValueError, RecursionError) as error:
             return f'the "arguments" are not valid JSON: {_reason(error)}.'
     if not isinstance(arguments, dict):

@@ -69,6 +69,7 @@ _ENDS = (
     "<|tool_calls_section_end|>",
     "<|tool_call_section_end|>",
     "<|tool_response>",
+    "<tool_call|>",
     "<|eom_id|>",
     "<|eot_id|>",
     "<|eom|>",
@@ -94,6 +95,8 @@ _KINDS: Mapping[type, str] = {
 _BARE = re.compile(r"^[ \t]*(?=[{\[])", re.MULTILINE)
 _FENCE = re.compile(r"```\w*[ \t]*\n(?=\s*[{\[][^`]*```\Z)")
 """The start of a block of code with JSON or Python that ends a text."""
+_LONGEST_TAG = 64
+_LAST_TAG = re.compile(r"</([\w:-]+)>\Z")
 _BROKEN = re.compile(
     r'\[?\s*\{\s*(?:"(?:type|id|tool_call_id)"\s*:\s*"\w*"\s*,\s*)?"(?:tool_)?name"\s*:\s*"([^"]*)"'
     r"|\[\s*([\w.-]+)\("
@@ -160,22 +163,19 @@ def skip_end_marks(text: str, start: int) -> int:
 
 
 def _tagged_hermes(text: str, start: int, schemas: Schemas) -> Reading:
-    """Reads XML or pairs between the tags of Hermes."""
+    """Reads pairs between the tags of Hermes; the calls of other families follow as their own."""
     inner = skip_space(text, start)
-    if not text.startswith(XML, inner):
-        return _glm(text, inner, start, schemas)
-    calls, end = _xml(text, inner + len(XML), schemas)
-    tag = skip_space(text, end)
-    return calls, tag + len(END_OF_HERMES) if text.startswith(END_OF_HERMES, tag) else end
+    return ([], start) if MARK.match(text, inner) else _glm(text, inner, start, schemas)
 
 
 def _glm(text: str, inner: int, start: int, schemas: Schemas) -> Reading:
     """Reads `NAME`, pairs of `<arg_key>` and `<arg_value>`, and `</tool_call>`."""
     first = text.find("<arg_key>", inner)
     name = text[inner : max(first, inner)].strip()
+    pairs, position, cut = [], first, start
     if name and "<" not in name:
-        pairs, position = [], first
         while key := _GLM_KEY.match(text, position):
+            cut = key.end()
             end = _value_end(text, key.end(), "<arg_value>", "</arg_value>", _AFTER_GLM_VALUE)
             if end < 0:
                 break
@@ -193,7 +193,7 @@ def _glm(text: str, inner: int, start: int, schemas: Schemas) -> Reading:
     if close < 0 or name.strip() not in schemas:
         is_call = close >= 0 and (any(map(body.__contains__, schemas)) if schemas else body.strip())
         what = "JSON object in it" if close >= 0 else f"closing {END_OF_HERMES}"
-        return f"the tool call has no {what}.", close if is_call else start
+        return f"the tool call has no {what}.", close if is_call else cut
     return to_calls({"name": name.strip()}), close + len(END_OF_HERMES)
 
 
@@ -639,12 +639,12 @@ def read_bare(
     """
     body = _without_end(text, _ENDS).rstrip()
     fenced: list[ToolCall | ToolCallError] = []
-    while schemas and (fence := _FENCE.search(body)) and fence.start() <= limit:
-        block, _ = read_bare(body[fence.end() : -3], schemas, 0)
-        if not block:
+    while schemas and (block := _last_block(body)) and block[0] <= limit:
+        calls, _ = read_bare(block[1], schemas, 0)
+        if not calls:
             break
-        fenced = [*block, *fenced]
-        body = body[: fence.start()].rstrip()
+        fenced = [*calls, *fenced]
+        body = body[: block[0]].rstrip()
     if fenced:
         return fenced, len(body)
     match = _BARE.search(body, 0, limit) if schemas and limit else None
@@ -672,8 +672,17 @@ def read_bare(
         return [ToolCallError(message=fault)], start
     if end < len(body) or not all(_is_bare_call(value, schemas) for value in values):
         return [], 0
-    calls = map(to_call, values)
-    return [c if isinstance(c, ToolCall) else ToolCallError(message=c) for c in calls], start
+    results = map(to_call, values)
+    return [c if isinstance(c, ToolCall) else ToolCallError(message=c) for c in results], start
+
+
+def _last_block(text: str) -> tuple[int, str] | None:
+    """Returns where a block of code or a pair of tags that ends a text begins, and its content."""
+    if fence := _FENCE.search(text):
+        return fence.start(), text[fence.end() : -3]
+    tag = _LAST_TAG.search(text, max(len(text) - _LONGEST_TAG, 0))
+    start = text.rfind(f"<{tag[1]}>") if tag else -1
+    return (start, text[start + len(tag[1]) + 2 : tag.start()]) if tag and start >= 0 else None
 
 
 def _is_bare_call(value: Any, schemas: Schemas) -> bool:
@@ -801,17 +810,17 @@ _DEEPSEEK = re.compile(
     r"(?:<\uff5ctool\u2581sep\uff5c>|\s*```json)\s*"
 )
 _HARMONY = re.compile(
-    r"(?P<name>[\w./-]+)\s*(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?(?:\w+)?<\|message\|>\s*"
+    r"(?:functions\.)?(?P<name>[\w./-]+)\s*(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?(?:\w+)?<\|message\|>\s*"
 )
 _KIMI = re.compile(
     r"(?P<prefix>functions[._]?)?(?P<name>[\w./-]{1,200}?)(?(prefix)[:_]?|:)\d{1,9}\s*"
     r"<\|tool_call_argument_begin\|>\s*"
 )
 _SOLAR = re.compile(r"\w*<\|tool_call:name\|>(?P<name>[\w./-]+)<\|tool_call:args\|>\s*")
-_xml = partial(_tagged, _FUNCTIONS)
+_harmony = partial(_headed, _HARMONY, "<|message|>", "<|call|>")
 READERS: Mapping[str, Callable[[str, int, Schemas], Reading]] = {
     HERMES: _tagged_hermes,
-    XML: _xml,
+    XML: partial(_tagged, _FUNCTIONS),
     "<|python_tag|>": partial(_json, ""),
     _MISTRAL: _mistral,
     "<|tool_call|>": _mistral,
@@ -842,7 +851,8 @@ READERS: Mapping[str, Callable[[str, int, Schemas], Reading]] = {
     "<\uff5ctool\u2581call\u2581begin\uff5c>": partial(
         _headed, _DEEPSEEK, _SEPARATOR, "<\uff5ctool\u2581call\u2581end\uff5c>"
     ),
-    "to=functions.": partial(_headed, _HARMONY, "<|message|>", "<|call|>"),
+    "to=functions.": _harmony,
+    "<|channel|>commentary to=": _harmony,
     "<|tool_call_begin|>": partial(
         _headed, _KIMI, "<|tool_call_argument_begin|>", "<|tool_call_end|>"
     ),

@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -378,6 +379,7 @@ def test_a_malformed_call_of_each_family_is_an_error_for_the_policy_and_counted(
         '[TOOL_CALLS] [{"name": look}]\n[TOOL_CALLS]look[ARGS]{"word": "a"}',
         '[TOOL_CALLS]look{"word": "b"}\n[TOOL_CALLS]look[ARGS]{"word": "a"}',
         '<|python_tag|>{"name": look}\n<|python_tag|>{"name": "look", "parameters": {"word": "a"}}',
+        "<tool_call>look\n<arg_key>word</arg_key><arg_value>b</arg_value>\n<tool_call>look</tool_call>",
         '<|tool_call_begin|>call9<|tool_call_argument_begin|>{"word": "b"}<|tool_call_end|>'
         '<|tool_call_begin|>look:1<|tool_call_argument_begin|>{"word": "a"}<|tool_call_end|>',
     ],
@@ -455,6 +457,14 @@ SPELLINGS = [
     ),
     (f'<{BAR}DSML{BAR}invoke name="look">{{"word": "a"}}</{BAR}DSML{BAR}invoke>', {"word": "a"}),
     (f"<|open|>tools<|sep|>{TABLED['Kimi K3']}<|close|>tools<|sep|>", {"word": "a", "times": 2}),
+    (f"<tool_call>\n{TABLED['MiniMax']}\n</tool_call>", {"word": "a", "times": 2}),
+    ('<tools>{"name": "look", "arguments": {"word": "a"}}</tools>', {"word": "a"}),
+    ('<function>\n[{"name": "look", "arguments": "null"}]\n</function>', {}),
+    ('<|channel|>commentary to=look <|message|>{"word": "a"}<|call|>', {"word": "a"}),
+    (
+        "<|channel|>commentary?? to=functions.look <|constrain|>json<|message|>{}<|call|>",
+        {},
+    ),
     ("<tool_calls>\n<tool_call>look</tool_call>\n</tool_calls>", {}),
     ("<function_calls>\nlook(\n  word='a',\n)\n</function_calls>", {"word": "a"}),
     (
@@ -587,7 +597,7 @@ def test_a_text_argument_may_quote_the_tags_of_a_call(family, value):
 def test_spellings_that_models_use_beside_that_of_their_template_are_read(text, arguments):
     message, malformed = parse_message(text, Shop().tools)
     assert message.tool_calls == (ToolCall(name="look", arguments=arguments),)
-    assert (message.content.replace("Action:", ""), malformed) == ("", 0)
+    assert (re.sub("Action:|.*commentary[?]", "", message.content), malformed) == ("", 0)
 
 
 def test_a_list_in_python_is_calls_if_it_names_a_tool_and_prose_in_brackets_is_not():
@@ -682,6 +692,15 @@ def test_reasoning_that_the_prompt_opens_ends_at_its_mark(
     message, errors = parse_message(text, in_reasoning=True)
     assert (message.reasoning, message.content) == (reasoning, content)
     assert (len(message.tool_calls), errors) == (calls, malformed)
+
+
+@pytest.mark.parametrize("before", ["<think>", ""])
+def test_a_call_in_reasoning_that_nothing_follows_is_an_error_for_the_policy(before):
+    text = f"{before}I look.\n{format_tool_call('leave', {})}\n</think>\n\n"
+    (call,) = parse_tool_calls(text, in_reasoning=not before)
+    assert "write it behind </think>" in call.message
+    assert parse_message(text, in_reasoning=not before)[1] == 1
+    assert not parse_tool_calls(f"{text}I don't.", in_reasoning=not before)
 
 
 def test_a_call_behind_a_mark_of_reasoning_that_was_never_opened_is_made():
