@@ -6,9 +6,7 @@ reasoning is what stands before `</think>`, and tool calls stay text.
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,8 +22,6 @@ _CACHE_BYTES = 1 << 24
 _TAIL = 12
 """Ids at the end of a prompt that hold `<think>`, also where it is plain text."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-_MARKUP = re.compile(r"\s*[^\w\s.,;:!?'()\"]")
-"""What begins a call behind the content of a message."""
 _BREAK = "\udffd"
 """Breaks the text of a control token for the response template; in no rendering."""
 
@@ -49,6 +45,8 @@ class ParsedAction:
     """The calls in the form of templates."""
     message: Message | None = None
     """The action as the environment gets it; None if no response template has parsed it."""
+    text_message: Message | None = None
+    """The action as the reader of tool calls parses its text."""
     in_reasoning: bool = False
     """Whether the prompt has opened the reasoning."""
     stop_text: str | None = None
@@ -65,10 +63,11 @@ class ParsedAction:
         It is if content and calls are equal; the reasoning may be absent.
         """
         text = message.content
-        if not message.tool_calls and message.reasoning is None and text == self.text:
+        if not message.tool_calls and not message.reasoning and text == self.text:
             return self.for_template()
-        reasoning = self.encoder.to_text(self.reasoning or "")
-        if message.reasoning is not None and message.reasoning.strip() != reasoning.strip():
+        parsed = self.text_message or Message(role="assistant", content="")
+        reasoning = self.encoder.to_text(self.reasoning or "") or parsed.reasoning or ""
+        if message.reasoning and message.reasoning.strip() != reasoning.strip():
             return None
         content = self.encoder.to_text(self.content)
         if not message.tool_calls:
@@ -83,7 +82,8 @@ class ParsedAction:
             same_calls = calls == [_name_and_arguments(call) for call in sampled]
             is_same = same_calls and text.strip() == content.strip()
         else:
-            is_same = _contains(content, text, message.tool_calls)
+            same_calls = calls == [(call.name, call.arguments) for call in parsed.tool_calls]
+            is_same = same_calls and text.strip() == parsed.content.strip()
         if not is_same:
             return None
         return _assistant(clean(text), self.reasoning, _calls_for_template(message))
@@ -155,6 +155,8 @@ class ActionParser:
         has_end = bool(action_ids) and action_ids[-1] in stop_ids
         is_open = self.splits_reasoning and self._opens_reasoning(tuple(prompt_ids[-_TAIL:]))
         action = self._cached(tuple(action_ids), has_end, stop, is_open)
+        parsed, _ = parse_message(action.text, tools, in_reasoning=is_open)
+        action = replace(action, text_message=parsed)
         if not self._has_schema:
             return action
         text = action.rendering if has_end else action.body
@@ -243,26 +245,3 @@ class ActionParser:
 
 def _name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
     return call["function"]["name"], call["function"]["arguments"]
-
-
-def _contains(text: str, content: str, calls: Sequence[ToolCall]) -> bool:
-    """Returns whether an action's text has this content and, behind it, these calls."""
-    text, content = text.strip(), content.strip()
-    if not text.startswith(content):
-        return False
-    rest = text[len(content) :]
-    if not _MARKUP.match(rest):
-        return False
-    for call in calls:
-        for leaf in [call.name, *_leaves(call.arguments)]:
-            if leaf not in rest and json.dumps(leaf, ensure_ascii=False)[1:-1] not in rest:
-                return False
-    return True
-
-
-def _leaves(tree: Any) -> list[str]:
-    if isinstance(tree, dict):
-        return [leaf for key, value in tree.items() for leaf in [str(key), *_leaves(value)]]
-    if isinstance(tree, (list, tuple)):
-        return [leaf for value in tree for leaf in _leaves(value)]
-    return [tree if isinstance(tree, str) else json.dumps(tree)]

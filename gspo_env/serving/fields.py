@@ -183,6 +183,7 @@ class Fields:
         # the policy may have written any name, and the program sends its answers back
         name = self.need("name", str, "the name of a tool")
         value = self.values.pop(field, None)
+        value = None if value == "null" else value
         if isinstance(value, str) and value:
             _check_structure(value.encode())
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 
 import forks
@@ -13,6 +14,7 @@ from gspo_env.chat.conversation import Transcript
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.rollout.metrics import RolloutStats
+from gspo_env.tool_calls import parse_message
 from gspo_env.types import (
     Group,
     Message,
@@ -225,6 +227,39 @@ def test_a_call_that_comes_back_as_a_field_is_the_sampled_action():
     edited = ToolCall(name="look", arguments={"key": "three"})
     assert saying.recognize(assistant("then", tool_calls=(edited,))) is None
     assert saying.recognize(assistant("the", tool_calls=(call,))) is None
+
+
+SPELLED = [
+    '{"word": "caf\\u00e9 \\/"}',
+    '{"n": 1e3, "x": 1.50}',
+    '{"word": null}',
+]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f'<tool_call>{{"name": "look", "arguments": {a}}}</tool_call>' for a in SPELLED),
+        "<|tool_call_start|>[look(flag=True, word='it\\'s')]<|tool_call_end|>",
+        'functools[{"name": "look", "arguments": {"word": "a"}}]',
+        'So: <tool_call>{"name": "look", "arguments": {}}</tool_call>\nBye.',
+        '<think>hm</think>So: <tool_call>{"name": "look", "arguments": {}}</tool_call>',
+    ],
+)
+@pytest.mark.parametrize("template", ["appends", "thinking"])
+def test_a_sampled_call_that_comes_back_is_recognized_however_it_is_spelled(text, template):
+    chat = forks.make_chat(template)
+    transcript = Transcript(chat, Prompt())
+    ask(transcript, user("amber"))
+    action = transcript.write(sampled(chat, text))
+    message, _ = parse_message(action.text, in_reasoning=action.in_reasoning)
+    assert message.tool_calls
+    for reasoning in {message.reasoning, "", None}:
+        returned = dataclasses.replace(message, reasoning=reasoning)
+        tool = Message(role="tool", content="river")
+        assert ask(transcript, user("amber"), returned, tool).parent == 0
+    other = dataclasses.replace(message, content="other")
+    assert ask(transcript, user("amber"), other, tool).fork == "edited"
 
 
 def test_sampled_calls_keep_their_form_where_the_template_has_none():

@@ -142,6 +142,31 @@ def test_a_plain_request_reaches_the_policy_and_its_answer_the_program(opened):
     assert request.id == answer["id"]
 
 
+def test_ids_that_a_model_repeats_are_different_in_a_session(opened):
+    call = ToolCall(name="look", arguments={}, id="abc")
+    message = Message(role="assistant", content="", tool_calls=(call, call))
+    client = opened(Policy(message))
+    ids = [
+        call["id"]
+        for _ in range(2)
+        for call in post(client).json()["choices"][0]["message"]["tool_calls"]
+    ]
+    assert ids[0] == "abc"
+    assert len(set(ids)) == 4
+
+
+@pytest.mark.parametrize("arguments", ["null", "", "{}", None, {}])
+def test_a_call_without_arguments_may_be_sent_in_any_form(opened, arguments):
+    function = {"name": "look", "arguments": arguments}
+    call = {"id": "c1", "type": "function", "function": function}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    policy = Policy()
+    body = {**PLAIN, "messages": [*PLAIN["messages"], said, *PLAIN["messages"]]}
+    assert post(opened(policy), body).status_code == 200
+    (call,) = policy.seen[0].messages[1].tool_calls
+    assert call == ToolCall(name="look", arguments={}, id="c1")
+
+
 def test_a_future_of_another_thread_is_an_answer(opened):
     future = Future()
     future.set_result(Reply(message=Message(role="assistant", content="from afar")))
