@@ -26,7 +26,7 @@ _DEEPEST = 90
 """Most levels of the arguments of a call, which a request of 100 levels holds."""
 _SPACE: Any = json.decoder.WHITESPACE  # type: ignore[attr-defined]
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
-_REASONING = {
+REASONING = {
     "<think>": "</think>",
     "<mm:think>": "</mm:think>",
     "<seed:think>": "</seed:think>",
@@ -210,11 +210,14 @@ def split_reasoning(text: str, in_reasoning: bool = False) -> tuple[str | None, 
         ('two links', 'stone')
     """
     start = text.lstrip()
-    mark = next(filter(start.startswith, _REASONING), "<think>" if in_reasoning else "")
-    if not mark:
+    mark = next(filter(start.startswith, REASONING), "")
+    if not mark and not in_reasoning:
         return None, text
-    reasoning, end, rest = start.removeprefix(mark).partition(_REASONING[mark])
-    return reasoning.strip("\n"), rest.lstrip("\n") if end else None
+    ends = [REASONING[mark]] if mark else REASONING.values()
+    thought = start.removeprefix(mark)
+    place, end = min(((thought.find(e), e) for e in ends if e in thought), default=(None, ""))
+    rest = None if place is None else thought[place + len(end) :].lstrip("\n")
+    return thought[:place].strip("\n"), rest
 
 
 def levels(tree: Any) -> Iterator[list[Any]]:
@@ -258,7 +261,7 @@ def _split(
 ) -> tuple[str | None, str, list[ToolCall | ToolCallError]]:
     """Returns the reasoning, the content without its calls, and the calls."""
     reasoning, rest = split_reasoning(text, in_reasoning)
-    if not (rest or "").strip():
+    if rest is None or not rest.strip():
         has_call = MARK.search(reasoning or "")
         return reasoning, rest or "", [ToolCallError(message=_IN_REASONING)] if has_call else []
     calls, content = _find_calls(rest, tools)

@@ -13,14 +13,14 @@ from typing import Any
 
 from gspo_env.chat.encode import BoundedCache, TextEncoder, drop_marks, map_texts
 from gspo_env.env.base import clean
-from gspo_env.tool_calls import parse_message, read_calls
+from gspo_env.tool_calls import REASONING, parse_message, read_calls
 from gspo_env.types import Message, ToolCall
 
 logger = logging.getLogger(__name__)
 
 _CACHE_BYTES = 1 << 24
 _TAIL = 12
-"""Ids at the end of a prompt that hold `<think>`, also where it is plain text."""
+"""Ids at the end of a prompt that hold the mark of reasoning, also where it is plain text."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _BREAK = "\udffd"
 """Breaks the text of a control token for the response template; in no rendering."""
@@ -153,7 +153,7 @@ class ActionParser:
             stop: Texts that end it and are not part of its content.
         """
         has_end = bool(action_ids) and action_ids[-1] in stop_ids
-        is_open = self.splits_reasoning and self._opens_reasoning(tuple(prompt_ids[-_TAIL:]))
+        is_open = self._opens_reasoning(tuple(prompt_ids[-_TAIL:]))
         action = self._cached(tuple(action_ids), has_end, stop, is_open)
         parsed, _ = parse_message(action.text, tools, in_reasoning=is_open)
         action = replace(action, text_message=parsed)
@@ -164,7 +164,7 @@ class ActionParser:
 
     def _opens(self, prompt_ids: tuple[int, ...]) -> bool:
         """Returns whether a prompt ends with the start of the reasoning."""
-        return self._encoder.decode(prompt_ids).rstrip().endswith("<think>")
+        return self._encoder.decode(prompt_ids).rstrip().endswith(tuple(REASONING))
 
     def _parse_text(
         self, ids: Sequence[int], has_end: bool, stop: tuple[str, ...], is_open: bool

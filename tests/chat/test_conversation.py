@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from gspo_env.chat.conversation import Transcript
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.rollout.metrics import RolloutStats
@@ -333,3 +334,29 @@ def test_an_episode_keeps_a_few_caches_at_most():
         ask(transcript, user(f"amber {k}"))
         transcript.write(sampled(chat, "stone"))
         assert len(transcript.session_ids()) <= 4
+
+
+@pytest.mark.parametrize(
+    ("mark", "end"),
+    [
+        ("<think>", "</think>"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    ],
+)
+def test_a_call_in_reasoning_that_the_prompt_opens_is_not_made_whatever_the_template_keeps(
+    mark, end
+):
+    chat = forks.make_chat()
+    tokenizer = copy.deepcopy(chat.tokenizer)
+    source, start = tokenizer.chat_template, "<|im_start|>assistant\n"
+    before, found, after = source.rpartition(start)
+    assert found
+    tokenizer.chat_template = f"{before}{start}{mark}\n{after}"
+    tokenizer.add_tokens([mark, end], special_tokens=True)
+    transcript = Transcript(ChatTokenizer(tokenizer), Prompt())
+    ask(transcript, user("amber"))
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    action = transcript.write(sampled(chat, f"river {call}{end}stone"))
+    message, malformed = parse_message(action.text, in_reasoning=action.in_reasoning)
+    assert (message.tool_calls, malformed, message.content) == ((), 0, "stone")
