@@ -231,7 +231,7 @@ def test_a_call_that_comes_back_as_a_field_is_the_sampled_action():
 
 
 SPELLED = [
-    '{"word": "caf\\u00e9 \\/"}',
+    '{"word": "amber \\u00e9 \\/"}',
     '{"n": 1e3, "x": 1.50}',
     '{"word": null}',
 ]
