@@ -145,7 +145,7 @@ def write_text(path: Path, text: str) -> None:
 def log_to_terminal() -> None:
     """Shows warnings of this process in the terminal, unless the program has set up logging."""
     handler = _ToStderr()
-    handler.setFormatter(_Formatter("%(levelname)s %(message)s"))
+    handler.setFormatter(TerminalFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
@@ -157,10 +157,11 @@ class _ToStderr(logging.Handler):
         print(self.format(record), file=sys.stderr, flush=True)
 
 
-class _Formatter(logging.Formatter):
+class TerminalFormatter(logging.Formatter):
     """Hides secrets, shows hidden characters, and indents all but a record's first line."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Returns the lines of a record."""
         return visible(redact_text(super().format(record))).replace("\n", "\n    ")
 
 

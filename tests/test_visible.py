@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import unicodedata
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from turns import episode, turn
 
 from gspo_env.cli.main import main
@@ -15,6 +19,7 @@ from gspo_env.config import Config
 from gspo_env.episodes.text import render_episode
 from gspo_env.errors import ConfigError
 from gspo_env.health.record import RunRecord
+from gspo_env.model.load import save_model
 from gspo_env.redaction import visible
 from gspo_env.report import learning_curve
 from gspo_env.types import StopReason, Task
@@ -54,6 +59,20 @@ def test_the_log_and_the_errors_of_the_command_line_have_no_escape_sequence(caps
     said = capsys.readouterr().err
     assert not {"\x1b", "\x07", "\r", "\u202e"} & set(said)
     assert "\nERROR forged" not in said
+
+
+def test_the_names_of_tensors_have_no_escape_sequence(capfd, tmp_path, model, tokenizer):
+    save_model(model, tokenizer, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, HOSTILE: torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    code = (
+        "import sys; from gspo_env.env.registration import hide_progress_bars; "
+        "from gspo_env.model.load import load_model; hide_progress_bars(); load_model(sys.argv[1])"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    assert "forged" in said or "31m" in said
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(said)
 
 
 @pytest.mark.parametrize("name", [r"$\frac$", "$", r"\$x$", "$x$ $", HOSTILE, "a_b^c \\"])

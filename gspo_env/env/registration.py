@@ -26,7 +26,7 @@ from gspo_env.errors import (
     GspoEnvError,
     UnknownEnvironmentError,
 )
-from gspo_env.redaction import find_mark, redact
+from gspo_env.redaction import TerminalFormatter, find_mark, redact
 from gspo_env.registry import load_function, load_module
 from gspo_env.runtime.loops import make_synchronous
 from gspo_env.runtime.threads import constructing
@@ -241,12 +241,14 @@ def load_agent(name: str) -> Any:
 
 
 def hide_progress_bars() -> None:
-    """Switches off the progress bars of libraries, which would break up our lines."""
+    """Switches off the progress bars of libraries, and shows hidden characters in their log."""
     from transformers.utils.logging import disable_progress_bar
 
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     disable_progress_bar()  # type: ignore[no-untyped-call]
+    for handler in logging.getLogger("transformers").handlers:  # it names tensors of any file
+        handler.setFormatter(TerminalFormatter("%(levelname)s %(message)s"))
 
 
 def describe_envs() -> list[EnvDescription]:
