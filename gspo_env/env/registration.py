@@ -135,7 +135,8 @@ def resolve_env(spec: str | type) -> str:
         module = load_module(source)
     except ImportError as error:
         raise UnknownEnvironmentError(
-            f"{source!r} of the environment cannot be imported: {error}."
+            f"{source!r} of the environment cannot be imported: {str(error).rstrip('.')}"
+            f"{f'; expected {source}.py:{name}' if os.path.isfile(f'{source}.py') else ''}."
         ) from error
     if name in registry:
         _OURS[name] = None
@@ -143,8 +144,8 @@ def resolve_env(spec: str | type) -> str:
     env_class = getattr(module, name, None)
     if not _is_env_class(env_class):
         names = [key for key, value in vars(module).items() if _is_own(value, module.__name__)]
-        has = f"it has {', '.join(names)}" if names else "it has no gymnasium.Env class"
-        raise UnknownEnvironmentError(f"{source} has no environment {name!r}, {has}.")
+        has = f"it has {', '.join(names)}" if names else "expected a subclass of gspo_env.TextEnv"
+        raise UnknownEnvironmentError(f"{source} has no environment {name!r}; {has}.")
     return _register_class(env_class)
 
 
@@ -186,11 +187,11 @@ def make_env(spec: str | type, **kwargs: Any) -> gymnasium.Env[str, str]:
             f"{_reason(error)}{_near_argument(env_id, error)}"
         ) from error
     make_synchronous(type(env.unwrapped), METHODS)
-    for name, space in (("observations", env.observation_space), ("actions", env.action_space)):
-        if not isinstance(space, Text):
+    for name in ("observation_space", "action_space"):
+        if not isinstance(space := getattr(env, name, None), Text):
             env.close()
             raise EnvironmentContractError(
-                f"{env_id}: the space of its {name} is {space}, expected text (UnicodeText)."
+                f"{env_id}: its {name} is {space}, expected text (UnicodeText), as TextEnv has it."
             )
     if longest is not None:
         env.unwrapped.observation_space = UnicodeText(longest)
@@ -327,7 +328,7 @@ def _near(spec: str) -> str:
     hint = f", did you mean {options}?" if near else f", expected one of {', '.join(_OURS)}."
     if spec.startswith("gspo/") or not spec:
         return hint
-    return f"{hint} MODULE:{spec} imports a module that registers it."
+    return f"{hint} A class is FILE.py:{spec}; MODULE:{spec} imports a module that registers it."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

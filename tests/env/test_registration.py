@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -58,7 +59,10 @@ def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path: Path) -> None
     [
         ("gspo/Lokup-v0", "did you mean gspo/Lookup-v0"),
         ("lookup-v0", "gspo/Lookup-v0"),
-        ("Mine-v0", "MODULE:Mine-v0 imports a module that registers it"),
+        (
+            "Mine-v0",
+            "A class is FILE.py:Mine-v0; MODULE:Mine-v0 imports a module that registers it",
+        ),
         ("custom/Yes-v0", "FILE.py:Yes, or, before it, gspo_env.resolve_env(Yes)."),
         ("", "expected one of"),
         ("no_such_module:Env", "cannot be imported"),
@@ -128,8 +132,22 @@ def test_arguments_reach_the_environment_and_bad_ones_are_named() -> None:
 
 
 def test_an_environment_without_text_is_refused() -> None:
-    with pytest.raises(EnvironmentContractError, match=r"observations is Box.*expected text"):
+    with pytest.raises(EnvironmentContractError, match=r"observation_space is Box.*expected text"):
         gspo_env.make_env("CartPole-v1")
+
+    class Bare(gymnasium.Env):
+        """Declares no spaces."""
+
+    with pytest.raises(EnvironmentContractError, match=r"observation_space is None.*as TextEnv"):
+        gspo_env.make_env(Bare)
+
+
+def test_a_file_without_its_suffix_is_named(monkeypatch, tmp_path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as the command's
+    with pytest.raises(UnknownEnvironmentError, match=r"'mine'; expected mine\.py:Mine\.$"):
+        gspo_env.resolve_env("mine:Mine")
 
 
 def test_environments_are_described() -> None:
