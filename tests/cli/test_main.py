@@ -185,6 +185,22 @@ def test_help_lists_every_setting_with_its_default_and_a_page_has_one_group(caps
     assert "--steps" not in page
 
 
+def test_an_interrupt_runs_the_handlers_of_libraries_and_frees_no_modules(tmp_path):
+    lines = [
+        "import atexit",
+        "class Freed:",
+        "    def __del__(self, show=print):",
+        "        show('freed')",
+        "kept = Freed()",
+        "atexit.register(print, 'handled')",
+        "raise KeyboardInterrupt",
+    ]
+    (tmp_path / "stops.py").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "gspo_env", "train", "--env", "stops.py:Env"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "handled\n"), done.stderr
+
+
 def test_the_version_and_the_module(capsys):
     main(["--version"])
     assert capsys.readouterr().out.startswith("gspo-env 0.")
