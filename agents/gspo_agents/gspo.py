@@ -94,6 +94,8 @@ class GSPOAgent:
     ) -> None:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())
+        if not isinstance(self.config, Config):
+            raise ConfigError(f"config is {config!r:.100}; expected a gspo_env.Config")
         if env:
             self.config = replace(self.config, env=env_setting(env))
         check_estimator(self.config)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import atexit
 import difflib
-import importlib
 import io
 import itertools
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -104,6 +104,5 @@ def parse(arguments: Sequence[str]) -> Any:
 
 
 def _load(command: str) -> type[Any]:
-    module, _, name = COMMANDS[command].partition(":")
-    loaded: type[Any] = getattr(importlib.import_module(module), name)
+    loaded: type[Any] = pkgutil.resolve_name(COMMANDS[command])
     return loaded

@@ -311,8 +311,7 @@ def _full_name(env_class: Any) -> str:
 
 def class_of(env_id: str) -> str:
     """Returns the name of the class that has this id; empty if the id is not of that kind."""
-    match = re.fullmatch(r"custom/(\w+)-v0", env_id)
-    return match[1] if match else ""
+    return "".join(re.findall(r"^custom/(\w+)-v0$", env_id))
 
 
 def _near(spec: str) -> str:

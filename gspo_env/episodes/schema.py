@@ -287,7 +287,7 @@ def read_episodes(
 
     Args:
         run: Folder of the run.
-        phases: Any of `train`, `eval` and `greedy`.
+        phases: One or several of `train`, `eval` and `greedy`.
         steps: The steps to read; all by default.
 
     Raises:
@@ -295,10 +295,10 @@ def read_episodes(
     """
     import pyarrow as pa
 
-    if unknown := set(phases) - set(PHASES):
+    phases = {phases} if isinstance(phases, str) else set(phases)
+    if unknown := phases - set(PHASES):
         raise OutputError(f"phases has {sorted(unknown)}; expected some of {', '.join(PHASES)}")
-    files = episode_files(run)
-    if not files:
+    if not (files := episode_files(run)):
         lack = "has kept no episodes" if Path(run).is_dir() else "is no folder"
         raise OutputError(
             f"{str(run)!r} {lack}; expected the folder of a run that trained without "

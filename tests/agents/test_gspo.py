@@ -121,6 +121,11 @@ def test_the_warm_up_trains_every_weight_and_the_adapter_comes_after_it():
     assert all(m.get("train/logprob_diff_max", 0.0) < 1e-4 for _, m in history)
 
 
+def test_settings_that_are_no_config_are_refused():
+    with pytest.raises(ConfigError, match=r"config is \{'steps': 3\}; expected a gspo_env\.Config"):
+        GSPOAgent(env="gspo/Lookup-v0", config={"steps": 3})
+
+
 def test_an_adapter_for_an_adapted_model_is_refused(model, tokenizer):
     adapted = add_adapter(model, 2)
     config = with_learner(Config(model="given", tracker=find("tracker", "none")()), lora_rank=2)

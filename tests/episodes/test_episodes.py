@@ -66,6 +66,9 @@ def test_a_run_keeps_every_evaluation_and_a_sample_of_training_groups(run):
         assert [t.turn for t in record.turns] == list(range(record.num_turns))
         assert record.total_reward == sum(t.reward for t in record.turns)
     assert len(read_episodes(run, phases=["train"], steps=[2])) == 6
+    assert len(read_episodes(run, phases="train", steps=[2])) == 6
+    with pytest.raises(OutputError, match=r"phases has \['training'\]; expected some of train"):
+        read_episodes(run, phases="training")
 
 
 def test_kept_tokens_have_the_log_probabilities_of_engine_and_trainer(run):
