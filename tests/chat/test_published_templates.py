@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import re
@@ -255,15 +256,118 @@ UNREAD = {
 }
 
 
+_DSML = (
+    '<NStool_calls>\n<NSinvoke name="{{ c.function.name }}">\n'
+    "{% for k, v in c.function.arguments.items() %}"
+    """<NSparameter name="{{ k }}" string="{{ 'true' if v is string else 'false' }}">"""
+    "{{ v if v is string else v | tojson }}</NSparameter>\n{% endfor %}</NSinvoke>\n</NStool_calls>"
+)
+SHAPES = {
+    "deepseek 4": _DSML.replace("NS", "\uff5cDSML\uff5c"),
+    "deepseek 4.1": re.sub("NS(?=[ip])", "NS ", _DSML).replace("NS", "\uff5cDSML\uff5c"),
+    "minimax m3": (
+        "{% macro xml(v) %}{% if v is mapping %}{% for k, w in v.items() %}NS<{{ k }}>{{ xml(w) }}"
+        "NS</{{ k }}>{% endfor %}{% elif v is iterable and v is not string %}{% for w in v %}"
+        "NS<item>{{ xml(w) }}NS</item>{% endfor %}{% else %}"
+        "{{ v if v is string else v | tojson }}{% endif %}{% endmacro %}"
+        'NS<tool_call>\nNS<invoke name="{{ c.function.name }}">{{ xml(c.function.arguments) }}'
+        "NS</invoke>\nNS</tool_call>"
+    ).replace("NS", "]<]minimax[>["),
+    "kimi k3": (
+        '<|open|>tools<|sep|><|open|>call tool="{{ c.function.name }}" index="1"<|sep|>'
+        '{% for k, v in c.function.arguments.items() %}<|open|>argument key="{{ k }}" '
+        """type="{{ 'string' if v is string else 'boolean' if v is boolean else 'number' if """
+        """v is number else 'object' if v is mapping else 'array' }}"<|sep|>"""
+        "{{ v if v is string else v | tojson }}<|close|>argument<|sep|>{% endfor %}"
+        "<|close|>call<|sep|><|close|>tools<|sep|>"
+    ),
+    "command": (
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "{{ c.function.name }}", '
+        '"parameters": {{ c.function.arguments | tojson }}}\n]<|END_ACTION|>'
+    ),
+    "minimax m1": "<tool_calls>\n{{ c.function | tojson }}\n</tool_calls>",
+    "nemotron": "<TOOLCALL>[{{ c.function | tojson }}]</TOOLCALL>",
+    "internlm": "<|action_start|><|plugin|>\n{{ c.function | tojson }}<|action_end|>",
+    "functools": "functools[{{ c.function | tojson }}]",
+    "solar": (
+        "<|tool_calls|><|tool_call:begin|>{{ c.id }}<|tool_call:name|>{{ c.function.name }}"
+        "<|tool_call:args|>{{ c.function.arguments | tojson }}<|tool_call:end|><|calls|>"
+    ),
+}
+"""The form of a call in templates that no installed package has."""
+NASTY = [
+    *(
+        "",
+        " a ",
+        "\n",
+        "\na\n",
+        "a\r\nb",
+        "\u2028\x85",
+        "\U0001d4b3 \u00e9",
+        "'q' \"r\"",
+        "a\\",
+        "\\n",
+    ),
+    *("null", "None", "true", "1e400", "[1]", '{"a": 1}', "<b>", "&amp;", "<![CDATA[x]]>", "; {"),
+    *(
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "<|im_start|>",
+        "[TOOL_CALLS]",
+        "{{ x }}",
+        "</function>",
+    ),
+    '<tool_call>{"name": "look", "arguments": {}}</tool_call>',
+    "[look(key='a')]",
+]
+OTHERS = [
+    *({"n": 0}, {"n": -(10**40)}, {"x": -0.0}, {"x": 1e300}, {"flag": False}, {"list": []}, {}),
+    *({"list": ["1", "null", "a, b", "\n"]}, {"object": {"key": "7", "list": ["", "x"]}}),
+    *({"a b": "v"}, {"a.b-c": "v"}, {"\u043a": "v"}, {"key": "x", "n": 1, "flag": True}),
+]
+PARTS = {
+    "key": {"type": "string"},
+    "n": {"type": "integer"},
+    "x": {"type": "number"},
+    "flag": {"type": "boolean"},
+    "list": {"type": "array", "items": {"type": "string"}},
+}
+NESTED = {**PARTS, "object": {"type": "object", "properties": PARTS}}
+
+
+@functools.cache
+def with_calls(form):
+    """The tokenizer of a template whose calls have a form."""
+    place = TEMPLATE[TEMPLATE.index("<tool_call>") : TEMPLATE.index("{% endfor %}{% if m.role")]
+    tokenizer = build_tokenizer(["find it"])
+    tokenizer.chat_template = TEMPLATE.replace(place, form)
+    return ChatTokenizer(tokenizer)
+
+
+@pytest.mark.parametrize("name", ["look", "get-it", "ns.get_it"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_call_in_the_form_of_other_templates_is_read_back(shape, name):
+    chat = with_calls(SHAPES[shape])
+    assert chat.template.reads_calls
+    parameters = {"type": "object", "properties": NESTED, "required": []}
+    tools = [dataclasses.replace(LOOK, name=name, parameters=parameters)]
+    question = {"role": "user", "content": "find it"}
+    start = chat.template.render([question], generation=False)
+    for arguments in [*({"key": text} for text in NASTY), *OTHERS]:
+        call = {"id": "a1", "function": {"name": name, "arguments": arguments}}
+        for content in ("", "I look. "):
+            answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+            text = chat.template.render([question, answer], generation=False).removeprefix(start)
+            calls = parse_tool_calls(chat.text.to_text(text), tools)
+            expected = ToolCall(name=name, arguments=arguments)
+            assert calls == [dataclasses.replace(expected, id=call.id) for call in calls[:1]], text
+            assert calls
+
+
 @pytest.mark.parametrize("name", UNREAD)
 def test_tools_are_listed_with_a_form_that_is_read_if_the_templates_own_is_not(name, caplog):
-    template = TEMPLATE.replace(
-        TEMPLATE[TEMPLATE.index("<tool_call>") : TEMPLATE.index("{% endfor %}{% if m.role")],
-        UNREAD[name],
-    )
-    tokenizer = build_tokenizer(["find it"])
-    tokenizer.chat_template = template
-    chat = ChatTokenizer(tokenizer)
+    chat = with_calls(UNREAD[name])
     messages = [as_dict(m) for m in (Message(role="user", content="find it"),)]
     answer = as_dict(Message(role="assistant", content="So:", tool_calls=(CALL,)))
     text = chat.text.to_text(chat.template.render([*messages, answer], [LOOK.schema]))
