@@ -251,6 +251,9 @@ def test_a_reply_makes_turns_until_it_says_none_or_the_limit_is_reached():
         ({"data": pandas.DataFrame(SUMS)}, "data is a DataFrame without a row 0"),
         ({"held_out": 0.9}, "held_out is 0.9"),
         ({"chat": "all"}, "chat is 'all'"),
+        ({"weights": [0]}, "one of them not 0"),
+        ({"reply": 5}, "reply is 5, expected a function"),
+        ({"system_prompt": 5}, "system_prompt is 5, expected a text"),
         ({"max_turns": 0}, "max_turns is 0"),
     ],
 )

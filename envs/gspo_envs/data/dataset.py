@@ -87,6 +87,10 @@ class DatasetEnv(ToolEnv):
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
         self.num_tasks = len(self._rows)
         self.reply = load_function(reply, "reply") if isinstance(reply, str) else reply
+        if reply is not None and not callable(self.reply):
+            raise ConfigError(f"Dataset: reply is {reply!r}, expected a function or its place.")
+        if not isinstance(system_prompt, str | None):
+            raise ConfigError(f"Dataset: system_prompt is {system_prompt!r}, expected a text.")
         waits = bool(self.reply) or self.rewards.waits
         self.blocking = waits if blocking is None else blocking
         self.column, self.chat, self.score, self.success_from = column, chat, score, success

@@ -122,9 +122,10 @@ class Rewards:
             raise ConfigError(f"{owner}: the rewards are named {names}, expected different names.")
         numbers = as_list(weights)
         is_list = isinstance(numbers, (list, tuple)) and all(map(_is_number, numbers))
-        if not is_list or len(numbers) not in (0, len(names)):
+        if not is_list or len(numbers) not in (0, len(names)) or (numbers and not any(numbers)):
             raise ConfigError(
-                f"{owner}: weights is {numbers!r}, expected a finite number for each of {names}."
+                f"{owner}: weights is {numbers!r}, expected a finite number for each of {names}, "
+                "one of them not 0."
             )
         self.weights = dict(zip(names, map(float, numbers or [1.0] * len(names)), strict=True))
         self.waits = any(reward.waits for reward in self._rewards)
