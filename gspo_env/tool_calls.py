@@ -399,6 +399,14 @@ def _finite(text: str) -> float:
     return value
 
 
-DECODER = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_finite)
-"""Decodes JSON without NaN and infinite numbers."""
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(keys := dict(pairs)) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return keys
+
+
+DECODER = json.JSONDecoder(
+    parse_constant=_reject_constant, parse_float=_finite, object_pairs_hook=_unique
+)
+"""Decodes JSON without NaN, infinite numbers and keys that an object has twice."""
 MARK = re.compile("|".join(map(re.escape, MARKS)))

@@ -691,7 +691,8 @@ def _is_bare_call(value: Any, schemas: Schemas) -> bool:
     if not schemas:
         return {"name", "parameters"} <= value.keys() and isinstance(to_call(value), ToolCall)
     inner = value["function"] if isinstance(value.get("function"), dict) else value
-    return len(value) > 1 and str(inner.get("name")) in schemas
+    names = [inner.get(key) for key in ("name", "tool", "function", "action")]
+    return len(value) > 1 and any(isinstance(name, str) and name in schemas for name in names)
 
 
 def _values(text: str, start: int) -> tuple[list[Any], int]:
@@ -702,6 +703,8 @@ def _values(text: str, start: int) -> tuple[list[Any], int]:
         value, end, fault = decode(text, position)
         if fault:
             break
+        if isinstance(value, dict) and value.keys() == {"tool_calls"}:
+            value = value["tool_calls"]
         values += map(_renamed, value if isinstance(value, list) else [value])
         position = skip_space(text, end)
         divided = text.startswith((";", ","), position)

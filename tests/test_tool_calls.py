@@ -306,6 +306,8 @@ def test_a_megabyte_of_hostile_text_is_read_once(unit):
         (hermes([ToolCall(name="a", arguments={"x": "\ud800"})]), "lone surrogate"),
         ('<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>', "too large"),
         ('<tool_call>{"name": "a", "arguments": {"x": [1e400]}}</tool_call>', "too large"),
+        ('<tool_call>{"name": "a", "name": "b"}</tool_call>', "a key twice"),
+        ('<tool_call>{"name": "a", "arguments": {"x": 1, "x": 2}}</tool_call>', "a key twice"),
         ("<function=a>", "no closing </function>"),
         ("<function=a>stray</function>", "<parameter=KEY>"),
         ("<function=a><parameter=b>1</function>", "<parameter=KEY>"),
@@ -544,6 +546,7 @@ def test_an_action_that_is_cut_anywhere_makes_no_other_call(family):
     [
         ('<|python_tag|>{"name": "look", "parameters": {}}\n{"name": look}', ["look", ""]),
         ('<tool_calls>[{"name": "look"}]\n{"name": </tool_calls>', ["look", ""]),
+        ('{"tool_calls": [{"name": "look", "arguments": {}}]}', ["look"]),
         ('[{"name": "look", "id": "a"}, {"name": "leave", "id": "b"}]', ["look", "leave"]),
         (
             '[{"name": "look", "arguments": {}}]\n[{"name": "leave", "arguments": {}}]',
@@ -724,6 +727,8 @@ LOOK_IN = ToolCall(name="look", arguments={"word": "stone"})
         ('{"name": "look", "input": {"word": "stone"}}', "unknown key 'input'"),
         ('{"name": "look", "word": "stone"}', "unknown key 'word'"),
         ('{"tool": "look", "arguments": {}}', "unknown key 'tool'"),
+        ('{"function": "look", "arguments": {}}', "unknown key 'function'"),
+        ('{"action": "look", "action_input": {}}', "unknown key 'action"),
         ('{"name": "look", "arguments": {}, "parameters": {"word": "a"}}', "both"),
         ('{"name": "look", "arguments": {}, "x\\ny": 1}', "unknown key"),
     ],
@@ -734,8 +739,6 @@ def test_a_call_with_a_key_that_is_not_read_is_malformed_and_never_made_without_
 ):
     action = mark.replace("{}", text)
     calls = parse_tool_calls(action, Shop().tools)
-    if mark == "{}" and 'tool"' in text:
-        return  # an answer in JSON
     if error is None:
         assert calls_in_tool_env(action) == ([LOOK_IN], 0)
     else:
