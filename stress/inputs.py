@@ -99,6 +99,20 @@ class E(ToolEnv):
     def expert_action(self, noise=0.0):
         return "7"
 """,
+    "spaceless.py": b"""import gymnasium
+class E(gymnasium.Env):
+    def reset(self, *, seed=None, options=None):
+        return "yes or no", {}
+    def step(self, action):
+        return "", 1.0, True, False, {}
+""",
+    "untyped.py": b"""from gspo_env import ToolEnv, tool
+class E(ToolEnv):
+    @tool
+    def price(self, item):
+        \"\"\"Look up a price.\"\"\"
+        return 3
+""",
     "syntax.py": b"def (:\n",
     "raises.py": b"1 / 0\n",
     "empty.py": b"",
