@@ -255,8 +255,8 @@ def _growth(normalizer: Any) -> float:
     if not isinstance(normalizer, dict):
         return 1.0
     pattern = normalizer.get("pattern") or {}
-    own = len(normalizer.get("content") or "") / max(1, len(pattern.get("String") or ""))
-    return max(1.0, own) * math.prod(map(_growth, normalizer.get("normalizers") or ()))
+    ratio = len(normalizer.get("content") or "") / max(1, len(pattern.get("String") or ""))
+    return max(1.0, ratio) * math.prod(map(_growth, normalizer.get("normalizers") or ()))
 
 
 def _hub_problem() -> str:
