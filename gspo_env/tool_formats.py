@@ -95,7 +95,7 @@ _KINDS: Mapping[type, str] = {
 _BARE = re.compile(r"^[ \t]*(?=[{\[])", re.MULTILINE)
 _FENCE = re.compile(r"```\w*[ \t]*\n(?=\s*[{\[][^`]*```\Z)")
 """The start of a block of code with JSON or Python that ends a text."""
-_LONGEST_TAG = 64
+_LONGEST_TAG, _MOST_BLOCKS = 64, 32
 _LAST_TAG = re.compile(r"</([\w:-]+)>\Z")
 _BROKEN = re.compile(
     r'\[?\s*\{\s*(?:"(?:type|id|tool_call_id)"\s*:\s*"\w*"\s*,\s*)?"(?:tool_)?name"\s*:\s*"([^"]*)"'
@@ -639,7 +639,10 @@ def read_bare(
     """
     body = _without_end(text, _ENDS).rstrip()
     fenced: list[ToolCall | ToolCallError] = []
-    while schemas and (block := _last_block(body)) and block[0] <= limit:
+    for _ in range(_MOST_BLOCKS if schemas else 0):
+        block = _last_block(body)
+        if block is None or block[0] > limit:
+            break
         calls, _ = read_bare(block[1], schemas, 0)
         if not calls:
             break

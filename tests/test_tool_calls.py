@@ -39,10 +39,12 @@ CALLS = st.lists(
     min_size=1,
     max_size=3,
 )
+MINIMAX = "]<]minimax[>["
 MARKS = [
     *("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>"),
     *("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>", ">", ";"),
     *("{", "}", "[", "]", '"', ":", ",", '{"name": "a", "parameters": {}}', "\\", "\\ud800", "NaN"),
+    *(f"{MINIMAX}<tool_call>", f"{MINIMAX}</a>", "```tool_code\n", "<tool_calls>", "look(", ")"),
     *("a", " ", "\n", "1e999", '{"name": "f", "arguments": {"x": 1}}'),
 ]
 HOSTILE = st.lists(st.sampled_from(MARKS), max_size=40).map("".join) | st.text()
@@ -275,12 +277,14 @@ def test_hostile_text_is_never_an_error(text):
         *("<|tool_call>call:a{'", '<|tool_call>call:a{"\\', '\\"', "<|tool_call_begin|>functions1"),
         *("<|tool_call_begin|>functions" + "1" * 9_999, "to=functions.a", "<|python_start|>{"),
         *("[TOOL_CALLS]a[ARGS]{}" + "b[ARGS]{}" * 100_000, "[ARGS]{}a", "```\n{"),
+        '```\n{"name": "a", "arguments": {}}\n```\n',
+        *(f"{MINIMAX}<a>", "<a>{", "</a>", "```tool_code\na(", "<|open|>call tool=", "<escape>"),
         *("<|tools_prefix|>[", "<function name=a>", "<invoke name=a><parameter name=", "[THINK]"),
     ],
 )  # fmt: skip
 def test_a_megabyte_of_hostile_text_is_read_once(unit):
     text = unit * (1_000_000 // len(unit))
-    message, malformed = parse_message(text)  # a quadratic search takes many minutes
+    message, malformed = parse_message(text, Shop().tools)  # a quadratic search takes minutes
     assert malformed <= 32
     assert len(message.content) <= len(text)
 
@@ -478,7 +482,6 @@ SPELLINGS = [
 ]
 
 
-MINIMAX = "]<]minimax[>["
 NESTED = {
     "word": {"type": "string"},
     "lines": {"type": "array", "items": {"$ref": "#/$defs/line"}},
