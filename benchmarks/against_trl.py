@@ -135,7 +135,8 @@ def compare(learner: Learner, peer: Peer, samples: list[Sample]) -> None:
         f"loss {loss:.7f} and {theirs:.7f}; gradients differ by {difference / total:.0e}"
         f" of their norm; {clipped:.0%} of tokens clipped"
     )
-    if difference > 1e-4 * total or abs(loss - theirs) > 1e-5:
+    # with SmolLM2, float32 moves gradients from float64's by 3e-4 in MKL and 8e-4 in oneDNN
+    if difference > 2e-3 * total or abs(loss - theirs) > 1e-5:
         raise SystemExit("the updates are not the same")
     learner.optimizer.zero_grad()
     peer.optimizer.zero_grad()

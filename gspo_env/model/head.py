@@ -5,7 +5,7 @@ Axis letters: N model tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from gspo_env.model.attention import PackedAttention
+from gspo_env.model.products import WideLinear, matmul
 
 _CHUNK = {"cpu": 2**24, "cuda": 2**27}
 """Maximum logits in memory at a time. Those of a small vocabulary all fit and are computed once."""
+
+_LARGE = 1 << 20
+"""Weights of a head whose products can be faster with oneDNN."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +112,7 @@ class _Head(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden_ND) if needed[0] else None
         d_weight = torch.zeros_like(weight_VD, dtype=wide) if needed[1] else None
         d_bias = weight_VD.new_zeros(len(weight_VD), dtype=wide) if needed[2] else None
+        product = _product_of(weight_VD)
         for part in _parts(hidden_ND, weight_VD):
             d_logits = probabilities
             if probabilities is None:
@@ -119,11 +124,9 @@ class _Head(torch.autograd.Function):
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(hidden_ND.dtype)
             if d_hidden is not None:
-                torch.mm(d_logits, weight, out=d_hidden[part])
-            if d_weight is not None and d_weight.dtype == hidden_ND.dtype:
-                d_weight.addmm_(d_logits.T, hidden_ND[part])
-            elif d_weight is not None:
-                d_weight += d_logits.T @ hidden_ND[part]
+                d_hidden[part] = product(d_logits, weight)
+            if d_weight is not None:
+                d_weight += product(d_logits.T, hidden_ND[part])
         d_weight = None if d_weight is None else d_weight.to(weight_VD.dtype)
         d_bias = None if d_bias is None or bias_V is None else d_bias.to(bias_V.dtype)
         return d_hidden, d_weight, d_bias, None, None
@@ -138,11 +141,15 @@ def _logits(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float
 ) -> Tensor:
     """Returns a new tensor, which the caller may overwrite."""
-    logits_NV = hidden_ND @ weight_VD.T
+    logits_NV = _product_of(weight_VD)(hidden_ND, weight_VD.T)
     if bias_V is not None:
         logits_NV += bias_V
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     return logits_NV if temperature == 1 else logits_NV.div_(temperature)
+
+
+def _product_of(weight_VD: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    return matmul if weight_VD.is_contiguous() and weight_VD.numel() >= _LARGE else torch.matmul
 
 
 def usable_ids(model: Any) -> int:
@@ -162,7 +169,7 @@ def linear_head(model: Any, packed: bool) -> nn.Linear | None:
         packed: Whether it has ragged attention.
     """
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    if type(head) not in (nn.Linear, WideLinear):
         return None
     seen: list[Tensor] = []
 

@@ -15,6 +15,7 @@ from gspo_env.batch.prefix import separate_runs
 from gspo_env.batch.sample import PackedBatch
 from gspo_env.model import head
 from gspo_env.model.attention import PackedAttention, is_half
+from gspo_env.model.products import use_wide_products
 from gspo_env.model.tree_attention import TreeAttention
 
 
@@ -80,6 +81,7 @@ class Scorer:
     def __init__(
         self, model: Any, temperature: float, *, packed: bool = True, padded: bool = False
     ) -> None:
+        use_wide_products(model)
         self.model, self.temperature = model, temperature
         self.head = head.linear_head(model, packed)
         self._ids = head.usable_ids(model)

@@ -232,3 +232,22 @@ def test_a_step_of_many_logits_is_sampled_in_parts_with_the_same_bits(monkeypatc
         monkeypatch.setattr(transformers, "_MOST_LOGITS", most)
         assert sample(logits, temperatures, draws, rows) == whole
         assert sample(logits, [1.0] * 9, draws[:9]) == plain
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_long_prompts_of_several_lengths_have_the_logprobs_of_a_plain_pass(window):
+    name = "Qwen2" if window is None else "Mistral"
+    changes = {} if window is None else {"sliding_window": window}
+    model = architectures.build(name, max_position_embeddings=1024, **changes)
+    plain = copy.deepcopy(model)
+    engine = TransformersEngine(model, max_slots=8, max_context=1024, max_step_tokens=700)
+    rng = random.Random(0)
+    prompts = [random_ids(rng, n, n + 1, 160) for n in (900, 256, 257, 40, 600)]
+    prompts.append(prompts[0][:500] + prompts[1])  # continues a copy
+
+    async def play():
+        sampling = Sampling(max_tokens=3, seed=1)
+        return await asyncio.gather(*(engine.generate(p, sampling) for p in prompts))
+
+    for prompt, done in zip(prompts, asyncio.run(play()), strict=True):
+        assert difference(plain, prompt, done) < 1e-4

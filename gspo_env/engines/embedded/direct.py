@@ -26,6 +26,7 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from gspo_env.engines.embedded.kv_cache import KVCache
 from gspo_env.errors import above
 from gspo_env.model.attention import Ragged
+from gspo_env.model.products import WideLinear
 from gspo_env.model.threads import is_small
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class DirectForward:
         for name, module in model.named_modules():
             is_linear = name.endswith(("_proj", "lm_head"))
             replaced = "forward" in vars(module) or getattr(module, "is_quantized", False)
-            if replaced or (is_linear and type(module) is not nn.Linear):
+            if replaced or (is_linear and type(module) not in (nn.Linear, WideLinear)):
                 return False
         rope = getattr(model.model.rotary_emb, "rope_type", None)
         plain_embedding = type(model.model.embed_tokens) is nn.Embedding

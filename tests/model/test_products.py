@@ -1,0 +1,89 @@
+"""Products of oneDNN in place of MKL's: the same numbers, wherever a tensor comes from."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gspo_env.model.products import matmul, use_wide_products
+from gspo_env.model.threads import SMALL
+
+SIZE = 2304
+
+
+def _layers() -> tuple[nn.Linear, nn.Linear]:
+    """Returns a layer that is large enough to be changed, and a copy in float64."""
+    torch.manual_seed(0)
+    layer = nn.Linear(SIZE, SIZE)
+    assert SIZE**2 > SMALL
+    exact = copy.deepcopy(layer).double()
+    use_wide_products(layer)
+    return layer, exact
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    shape=st.sampled_from([(5,), (2, 3), (1, 1, 7), (0,), ()]),
+    start=st.integers(0, 2),
+    frozen=st.sampled_from([(), ("weight",), ("weight", "bias")]),
+)
+def test_a_layer_and_its_gradients_are_those_in_float64(
+    shape: tuple[int, ...], start: int, frozen: tuple[str, ...]
+) -> None:
+    layer, exact = _layers()
+    for name in frozen:
+        for module in (layer, exact):
+            getattr(module, name).requires_grad_(False)
+    wide = torch.randn(*shape, SIZE + 2, requires_grad=True)
+    x = wide[..., start : start + SIZE]  # not contiguous
+    x64 = wide.detach().double()[..., start : start + SIZE].requires_grad_()
+    weights = torch.randn(*shape, SIZE)
+    out, out64 = layer(x), exact(x64)
+    torch.testing.assert_close(out.double(), out64, rtol=1e-4, atol=1e-4)
+    (out * weights).sum().backward()
+    (out64 * weights.double()).sum().backward()
+    ours = wide.grad[..., start : start + SIZE]
+    torch.testing.assert_close(ours.double(), x64.grad, rtol=1e-4, atol=1e-4)
+    for parameter, expected in zip(layer.parameters(), exact.parameters(), strict=True):
+        assert (parameter.grad is None) == (expected.grad is None)
+        if expected.grad is not None:
+            torch.testing.assert_close(parameter.grad.double(), expected.grad, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_computed_as_before(dtype: torch.dtype) -> None:
+    layer, _ = _layers()
+    plain = nn.Linear(SIZE, SIZE, dtype=dtype)
+    plain.load_state_dict(layer.to(dtype).state_dict())
+    x = torch.randn(3, SIZE, dtype=dtype)
+    assert torch.equal(layer(x), plain(x))
+
+
+def test_autocast_is_obeyed() -> None:
+    layer, _ = _layers()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(2, SIZE)).dtype is torch.bfloat16
+
+
+def test_small_models_and_special_layers_stay_as_they_are() -> None:
+    class Own(nn.Linear):
+        pass
+
+    small, own = nn.Linear(8, 8), nn.Sequential(Own(SIZE, SIZE))
+    for model in (small, own):
+        use_wide_products(model)
+    assert type(small) is nn.Linear
+    assert type(own[0]) is Own
+
+
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True)])
+def test_products_of_transposed_matrices(transposed: tuple[bool, bool]) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(40, 50), torch.randn(50, 60)
+    a, b = (x.t().contiguous().t() if t else x for x, t in zip((a, b), transposed, strict=True))
+    torch.testing.assert_close(matmul(a, b).double(), a.double() @ b.double(), rtol=1e-4, atol=1e-4)
