@@ -47,22 +47,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments[0] == "--version":
         print(f"gspo-env {gspo_env.__version__}")
         return
-    interrupted: list[bool] = []
+    codes: list[int] = []
     if argv is None:  # the last handler to run; freeing the modules after it takes seconds
-        atexit.register(lambda: interrupted and (sys.stdout.flush(), os._exit(130)))
+        atexit.register(lambda: codes and (sys.stdout.flush(), os._exit(codes[-1])))
     log_to_terminal()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal or a file that is not UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             parse(arguments).run()
+            codes.append(0)
         finally:
             sys.stdout.flush()
     except GspoEnvError as error:
         print(f"gspo-env: {visible(redact_text(str(error)))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        interrupted.append(True)
+        codes.append(130)
         sys.exit(130)
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

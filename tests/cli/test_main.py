@@ -20,6 +20,12 @@ from gspo_env.model.load import save_model
 from gspo_env.registry import BUILTIN
 from gspo_env.tracking.base import flatten
 
+ENV = """
+from gspo_env import TextEnv
+class Yes(TextEnv):
+    def step(self, action):
+        return "", 1.0, True, False, {}
+"""
 TINY = [
     *("--hidden-size", "32", "--demonstrations", "64", "--imitation-steps", "4"),
     *("--steps", "2", "--tasks-per-step", "3", "--group-size", "3", "--eval-tasks", "6"),
@@ -185,7 +191,7 @@ def test_help_lists_every_setting_with_its_default_and_a_page_has_one_group(caps
     assert "--steps" not in page
 
 
-def test_an_interrupt_runs_the_handlers_of_libraries_and_frees_no_modules(tmp_path):
+def test_the_end_runs_the_handlers_of_libraries_and_frees_no_modules(tmp_path):
     lines = [
         "import atexit",
         "class Freed:",
@@ -199,6 +205,15 @@ def test_an_interrupt_runs_the_handlers_of_libraries_and_frees_no_modules(tmp_pa
     command = [sys.executable, "-m", "gspo_env", "train", "--env", "stops.py:Env"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (130, "handled\n"), done.stderr
+    (tmp_path / "stops.py").write_text("\n".join(lines[:-1]) + ENV)
+    done = subprocess.run(
+        [sys.executable, "-m", "gspo_env", "envs", "--check", "stops.py:Yes"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("handled\n"), done.stdout
 
 
 def test_the_version_and_the_module(capsys):
