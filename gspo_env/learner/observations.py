@@ -25,7 +25,8 @@ from torch import Tensor
 
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.model.head import Predictions
-from gspo_env.model.scorer import RouterBalance, Scorer
+from gspo_env.model.router import RouterBalance
+from gspo_env.model.scorer import Scorer
 from gspo_env.types import BoolArray, FloatArray
 
 

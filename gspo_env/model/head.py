@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gspo_env.model.attention import PackedAttention
-from gspo_env.model.products import WideLinear, matmul
+from gspo_env.registry import load_function
 
 _CHUNK = {"cpu": 2**24, "cuda": 2**27}
 """Maximum logits in memory at a time. Those of a small vocabulary all fit and are computed once."""
@@ -149,7 +149,14 @@ def _logits(
 
 
 def _product_of(weight_VD: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    return matmul if weight_VD.is_contiguous() and weight_VD.numel() >= _LARGE else torch.matmul
+    if weight_VD.numel() < _LARGE or not weight_VD.is_contiguous():
+        return torch.matmul
+    return load_function("gspo_env.model.products:matmul", "product")
+
+
+def is_linear(module: Any) -> bool:
+    """Returns whether a module is a linear layer that nothing wraps or changes."""
+    return type(module) is nn.Linear or type(module).__name__ == "WideLinear"
 
 
 def usable_ids(model: Any) -> int:
@@ -169,7 +176,7 @@ def linear_head(model: Any, packed: bool) -> nn.Linear | None:
         packed: Whether it has ragged attention.
     """
     head = model.get_output_embeddings()
-    if type(head) not in (nn.Linear, WideLinear):
+    if not is_linear(head):
         return None
     seen: list[Tensor] = []
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +14,12 @@ from gspo_env.batch.prefix import separate_runs
 from gspo_env.batch.sample import PackedBatch
 from gspo_env.model import head
 from gspo_env.model.attention import PackedAttention, is_half
-from gspo_env.model.products import use_wide_products
+from gspo_env.model.threads import is_small
 from gspo_env.model.tree_attention import TreeAttention
+from gspo_env.registry import load_function
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RouterBalance:
-    """How evenly the routers used the experts over a row."""
-
-    loss: Tensor
-    """Scalar, with a gradient; the number of experts per token if the load is even."""
-    load: Tensor
-    """(E,) each expert's share of the choices, times E; 1 if the load is even."""
+if TYPE_CHECKING:
+    from gspo_env.model.router import RouterBalance
 
 
 def router_coefficient(model: Any) -> float:
@@ -34,32 +27,6 @@ def router_coefficient(model: Any) -> float:
     config = model.config.get_text_config()
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if experts else 0.0
-
-
-def balance_router(
-    router_logits: Sequence[Tensor], experts_per_token: int, uses_T: Tensor
-) -> RouterBalance:
-    """Computes the load-balancing loss of a packed row.
-
-    A token that several sequences share is computed once and counts once for each of them.
-
-    Shapes:
-        router_logits: (T, E) of each layer.
-
-    Source:
-        arXiv 2101.03961, eq. 4 to 6; the same numbers as `load_balancing_loss_func` of
-        `transformers`.
-    """
-    weight_T = uses_T.float()
-    count_E = probability_E = torch.zeros(router_logits[0].shape[-1], device=weight_T.device)
-    for logits in router_logits:
-        probability_TE = torch.softmax(logits.float(), dim=-1)
-        picked = probability_TE.topk(experts_per_token, dim=-1).indices.flatten()
-        count_E = count_E.index_add(0, picked, weight_T.repeat_interleave(experts_per_token))
-        probability_E = probability_E + weight_T @ probability_TE
-    total = weight_T.sum() * len(router_logits)
-    loss = (count_E / total * probability_E / total).sum() * len(count_E)
-    return RouterBalance(loss=loss, load=count_E * len(count_E) / (total * experts_per_token))
 
 
 _MODE = "_gspo_training"
@@ -81,7 +48,8 @@ class Scorer:
     def __init__(
         self, model: Any, temperature: float, *, packed: bool = True, padded: bool = False
     ) -> None:
-        use_wide_products(model)
+        if not is_small(model):
+            load_function("gspo_env.model.products:use_wide_products", "product")(model)
         self.model, self.temperature = model, temperature
         self.head = head.linear_head(model, packed)
         self._ids = head.usable_ids(model)
@@ -120,7 +88,8 @@ class Scorer:
             predictions = predictions.at(batch.expand_N)
         if not routers:
             return predictions, None
-        return predictions, balance_router(router_logits, self._experts_per_token, batch.uses_T)
+        balance = load_function("gspo_env.model.router:balance_router", "router")
+        return predictions, balance(router_logits, self._experts_per_token, batch.uses_T)
 
     def _run_packed(
         self, batch: PackedBatch, options: dict[str, Any]

@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from gspo_env.batch.packing import pack
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.learner import GSPO, LearnerConfig
-from gspo_env.model.scorer import balance_router
+from gspo_env.model.router import balance_router
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -26,7 +26,7 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from gspo_env.engines.embedded.kv_cache import KVCache
 from gspo_env.errors import above
 from gspo_env.model.attention import Ragged
-from gspo_env.model.products import WideLinear
+from gspo_env.model.head import is_linear
 from gspo_env.model.threads import is_small
 
 logger = logging.getLogger(__name__)
@@ -91,9 +91,9 @@ class DirectForward:
         if next(model.parameters()).device.type != "cpu":
             return False
         for name, module in model.named_modules():
-            is_linear = name.endswith(("_proj", "lm_head"))
+            product = name.endswith(("_proj", "lm_head"))
             replaced = "forward" in vars(module) or getattr(module, "is_quantized", False)
-            if replaced or (is_linear and type(module) not in (nn.Linear, WideLinear)):
+            if replaced or (product and not is_linear(module)):
                 return False
         rope = getattr(model.model.rotary_emb, "rope_type", None)
         plain_embedding = type(model.model.embed_tokens) is nn.Embedding

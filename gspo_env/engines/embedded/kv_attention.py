@@ -20,11 +20,11 @@ from gspo_env.model.attention import (
     padded_length,
     sdpa,
 )
-from gspo_env.model.products import matmul
+from gspo_env.registry import load_function
 from gspo_env.types import IntArray
 
-_BLOCK = 256
-"""Queries that attend at once in a long prompt."""
+_LONG = 256
+"""Tokens of a row that attend block by block."""
 
 
 class Queries:
@@ -106,15 +106,11 @@ class _Rows:
         self.total = count * self._width
         """Tokens of the outputs, padding included."""
         column = np.arange(self._width)
-        self._last = np.zeros((count, -(-self._width // _BLOCK)), dtype=np.int64)
-        """How many keys the queries of a block see; 0 for padding."""
-        first = np.arange(0, self._width, _BLOCK)
-        ends = start_B[:, None] + np.minimum(size_B[:, None], first + _BLOCK)
-        self._last[rows] = np.where(first < size_B[:, None], ends, 0)
         inside = column < size_B[:, None]
         self.tokens = (first_B[:, None] + column)[inside]
         """The rows' tokens."""
         self.places_in_output = (rows[:, None] * self._width + column)[inside]
+        self._sizes = rows, start_B, size_B
         index, places = np.zeros((2, count, self._width), dtype=np.int64)
         index[rows] = first_B[:, None] + np.where(inside, column, 0)
         places[rows] = start_B[:, None] + column
@@ -134,8 +130,9 @@ class _Rows:
         length = padded_length(self._length) if is_half(values) else self._length
         k, v = (self._of_rows(tensor, length) for tensor in (keys, values))
         mask = self._mask(window, length)
-        if k.device.type == "cpu" and self._width >= _BLOCK and q.dtype is torch.float32:
-            out = _attend_by_blocks(q, k, v, scale, mask, self._last)
+        if k.device.type == "cpu" and self._width >= _LONG and q.dtype is torch.float32:
+            attend = load_function("gspo_env.model.products:attend_by_blocks", "attention")
+            out: Tensor = attend(q, k, v, scale, mask, *self._sizes)
         else:
             out = _attend(q, k, v, scale, mask)
         return out.transpose(1, 2).reshape(-1, *query.shape[1:])
@@ -156,29 +153,6 @@ class _Rows:
                 visible &= place_L > place - window
             self._masks[window] = torch.where(visible, 0.0, -torch.inf)
         return self._masks[window]
-
-
-def _attend_by_blocks(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, last: IntArray
-) -> Tensor:
-    """Attends with many queries per row on a CPU, each block to the keys that it sees.
-
-    The kernel of PyTorch takes three times as long on a processor with AVX-512, because it also
-    multiplies with masked keys, by MKL.
-    """
-    rows, _, width, size = q.shape
-    out, shared = torch.zeros(q.shape), k.shape[1]
-    views = [tensor.view(rows, shared, -1, width, size) for tensor in (q, out)]
-    for row, ends in enumerate(last.tolist()):
-        for head in range(shared if any(ends) else 0):
-            keys, values = k[row, head].contiguous(), v[row, head]
-            for number, end in enumerate(filter(None, ends)):
-                block = slice(number * _BLOCK, (number + 1) * _BLOCK)
-                queries, target = (view[row, head, :, block] for view in views)
-                scores = matmul(queries.mul(scale).flatten(0, 1), keys[:end].t())
-                scores.view(*queries.shape[:2], end).add_(mask[row, 0, block, :end])
-                target.copy_(matmul(scores.softmax(-1), values[:end]).view(target.shape))
-    return out
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
