@@ -142,14 +142,18 @@ def load_model(
             name, trust_remote_code=False, local_files_only=local
         )
         _check_config(name, config)
-        model = getattr(transformers, kind).from_pretrained(
+        model, info = getattr(transformers, kind).from_pretrained(
             name,
             config=config,
             dtype=dtype,
             trust_remote_code=False,
             weights_only=True,
             local_files_only=local,
+            output_loading_info=True,
         )
+        if missing := sorted(info["missing_keys"]):
+            some = ", ".join(missing[:3])
+            raise ModelError(f"the model {name!r} has no {some} ({len(missing)} weights missing)")
     except ModelError:
         raise
     except Exception as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from gspo_env.errors import ModelError
 from gspo_env.model import add_adapter, save_adapter
@@ -115,6 +116,14 @@ def test_code_beside_a_model_is_not_imported(folder, file, known):
     with nullcontext() if known or not other else pytest.raises(ModelError, match="custom code"):
         load_model(str(folder))
     assert not Path("proof").exists()
+
+
+def test_a_model_of_which_weights_are_missing_is_refused(folder):
+    weights = load_file(folder / "model.safetensors")
+    lost = sorted(name for name in weights if "layers.0.mlp" in name)
+    save_file({n: w for n, w in weights.items() if n not in lost}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"has no {lost[0]}, .*\(3 weights missing\)"):
+        load_model(str(folder))
 
 
 def test_a_kernel_that_a_config_names_is_refused(folder):
