@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from gspo_env.errors import ModelError, OutputError
+from gspo_env.model.head import is_linear
 from gspo_env.redaction import visible
 from gspo_env.registry import load_function
 
@@ -396,7 +397,7 @@ def _layers(model: Any, targets: str) -> tuple[str | list[str], list[str]]:
                 f"{kind} cannot have an adapter: several layers use the weights of {name}, so it "
                 "could not be merged; expected lora_rank 0"
             )
-    routers = [name for name, module in linear.items() if type(module) is not nn.Linear]
+    routers = [name for name, module in linear.items() if not is_linear(module)]
     if targets == "all-linear":
         return targets, routers
     tied = head is not None and uses[id(head.weight)] > 1

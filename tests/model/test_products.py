@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from gspo_env.model.load import add_adapter
 from gspo_env.model.products import matmul, use_wide_products
 
 SIZE = 96
@@ -66,6 +68,17 @@ def test_autocast_is_obeyed() -> None:
     layer, _ = _layers()
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(2, SIZE)).dtype is torch.bfloat16
+
+
+def test_a_changed_model_takes_the_same_adapter(model: Any) -> None:
+    plain = copy.deepcopy(model)
+    use_wide_products(model)
+    ids = torch.arange(1, 9)[None]
+    names = [
+        {name for name, _ in add_adapter(m, rank=2).named_parameters()} for m in (model, plain)
+    ]
+    assert names[0] == names[1]
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits)
 
 
 def test_special_layers_stay_as_they_are() -> None:
