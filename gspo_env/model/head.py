@@ -125,7 +125,11 @@ class _Head(torch.autograd.Function):
             d_logits = d_logits.to(hidden_ND.dtype)
             if d_hidden is not None:
                 d_hidden[part] = product(d_logits, weight)
-            if d_weight is not None:
+            if d_weight is None:
+                continue
+            if product is torch.matmul and d_weight.dtype == hidden_ND.dtype:
+                d_weight.addmm_(d_logits.T, hidden_ND[part])
+            else:
                 d_weight += product(d_logits.T, hidden_ND[part])
         d_weight = None if d_weight is None else d_weight.to(weight_VD.dtype)
         d_bias = None if d_bias is None or bias_V is None else d_bias.to(bias_V.dtype)
@@ -149,7 +153,8 @@ def _logits(
 
 
 def _product_of(weight_VD: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    if weight_VD.numel() < _LARGE or not weight_VD.is_contiguous():
+    large = weight_VD.numel() >= _LARGE and weight_VD.device.type == "cpu"
+    if not large or not weight_VD.is_contiguous():
         return torch.matmul
     return load_function("gspo_env.model.products:matmul", "product")
 
