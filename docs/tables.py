@@ -125,6 +125,13 @@ FORMATS = {
         '<steptml:invoke name="look"><steptml:parameter name="word">a</steptml:parameter>'
         '<steptml:parameter name="times">2</steptml:parameter></steptml:invoke>',
     ),
+    "K2 Horizon": (
+        TYPED,
+        "",
+        "<ifm|tool_call>look<ifm|arg_key>word</ifm|arg_key><ifm|arg_type>string</ifm|arg_type>"
+        "<ifm|arg_value>a</ifm|arg_value><ifm|arg_key>times</ifm|arg_key><ifm|arg_type>integer"
+        "</ifm|arg_type><ifm|arg_value>2</ifm|arg_value></ifm|tool_call>",
+    ),
     "DeepSeek 3.2, 4": (MARKED, "", _DSML),
     "DeepSeek 4.1": (MARKED, "", re.sub("\uff5c(?=[ip])", "\uff5c ", _DSML)),
     "Kimi K3": (
@@ -189,6 +196,14 @@ FORMATS = {
     "Nemotron Nano 2": (JSON, "", f"<TOOLCALL>[{_OBJECT}]</TOOLCALL>"),
     "LongCat": (JSON, "", f"<longcat_tool_call>{_OBJECT}</longcat_tool_call>"),
     "InternLM": (JSON, "", f"<|action_start|><|plugin|>{_OBJECT}<|action_end|>"),
+    "PLaMo 3": (
+        JSON,
+        "",
+        "<|plamo:begin_tool_name:plamo|>look<|plamo:end_tool_name:plamo|>"
+        "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>"
+        f"{_ARGUMENTS}<|plamo:end_tool_arguments:plamo|>",
+    ),
+    "ReAct": (JSON, "", f"Action: look\nAction Input: {_ARGUMENTS}"),
     "GigaChat": (JSON, "", f"<|function_call|>{_OBJECT}"),
     "Granite 20B": (JSON, "", f"<function_call>{_OBJECT}"),
     "Phi-4-mini, functools": (JSON, "", f"functools[{_OBJECT}]"),

@@ -42,17 +42,15 @@ MARKS = (
     *(HERMES, XML, "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "<|tool_call_start|>"),
     *("<|python_start|>", "<|tool_call>call:", '<atem:invoke name="', "<invoke name="),
     *("<function name=", "<|tools_prefix|>", "to=functions.", "<|channel|>commentary to="),
-    *(
-        "<|tool_call_begin|>",
-        "<\uff5ctool\u2581call\u2581begin\uff5c>",
-        '<\uff5cDSML\uff5cinvoke name="',
-    ),
-    *('<\uff5cDSML\uff5c invoke name="', '<steptml:invoke name="', '<|open|>call tool="'),
+    *("<|tool_call_begin|>", "<\uff5ctool\u2581call\u2581begin\uff5c>", "<ifm|tool_call>"),
+    *('<steptml:invoke name="', '<|open|>call tool="', "<|plamo:begin_tool_name:plamo|>"),
     *("]<]minimax[>[<tool_call>", "<start_function_call>call:", "<function_calls>", "<TOOLCALL>"),
     *("<tool_calls>", "<|START_ACTION|>", "<longcat_tool_call>", "<|action_start|><|plugin|>"),
     *("<|function_call|>", "<function_call>", "functools[", "<|tool_call:begin|>", "```tool_code"),
 )
-"""Marks that begin a call, of all families."""
+"""Marks that begin a call, of all families but DeepSeek's DSML, whose bars vary."""
+BARS = r"[ |\uff5c\u2016]{0,5}"
+"""The bars around the name of DSML, as a pattern; some servers double or change them."""
 _IN_REASONING = (
     "the tool call is in the reasoning, write it behind </think> or the mark that ends it."
 )
@@ -275,7 +273,7 @@ def _find_calls(
     schemas = {tool.name: tool.parameters for tool in tools}
     mark = MARK.search(text)
     before = text[: mark.start()] if mark else text
-    if "{" in before or "[" in before:
+    if "{" in before or "[" in before or "Action:" in before:
         bare, start = _formats().read_bare(text, schemas, len(before))
         if bare:
             return bare, text[:start]
@@ -305,7 +303,7 @@ def _read(mark: str, text: str, start: int, schemas: Schemas) -> Reading:
     """Reads what follows a mark."""
     inner = skip_space(text, start)
     if mark != HERMES or text[inner : inner + 1] not in ("{", "["):
-        reading: Reading = _formats().READERS[mark](text, start, schemas)
+        reading: Reading = _formats().reader_of(mark)(text, start, schemas)
         return reading
     value, end, fault = decode(text, inner)
     close = text.find(END_OF_HERMES, max(start, end))
@@ -409,4 +407,4 @@ DECODER = json.JSONDecoder(
     parse_constant=_reject_constant, parse_float=_finite, object_pairs_hook=_unique
 )
 """Decodes JSON without NaN, infinite numbers and keys that an object has twice."""
-MARK = re.compile("|".join(map(re.escape, MARKS)))
+MARK = re.compile("|".join([*map(re.escape, MARKS), rf'<{BARS}DSML{BARS}invoke name="']))

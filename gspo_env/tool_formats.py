@@ -8,10 +8,11 @@ import keyword
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from gspo_env.tool_calls import (
+    BARS,
     DECODER,
     END_OF_HERMES,
     HERMES,
@@ -36,9 +37,9 @@ _BEFORE = (
     "<seed:tool_call>",
     "<dots_function_call>",
     "<function_calls>",
-    "<\uff5cDSML\uff5cfunction_calls>",
-    "<\uff5cDSML\uff5ctool_calls>",
-    "<\uff5cDSML\uff5c calls>",
+    "<ifm|tool_calls>",
+    "<|plamo:begin_tool_request:plamo|>",
+    "<|plamo:begin_tool_requests:plamo|>",
     "<\uff5ctool_call_begin\uff5c>function<\uff5ctool_sep\uff5c>",
     "<\uff5ctool_calls_begin\uff5c>",
     "<|open|>tools<|sep|>",
@@ -57,9 +58,9 @@ _ENDS = (
     "</dots_function_call>",
     "</function_calls>",
     "</tool_calls>",
-    "</\uff5cDSML\uff5cfunction_calls>",
-    "</\uff5cDSML\uff5ctool_calls>",
-    "</\uff5cDSML\uff5c calls>",
+    "</ifm|tool_calls>",
+    "<|plamo:end_tool_request:plamo|>",
+    "<|plamo:end_tool_requests:plamo|>",
     "<\uff5ctool_call_end\uff5c>",
     "<\uff5ctool_calls_end\uff5c>",
     "<|close|>tools<|sep|>",
@@ -75,7 +76,9 @@ _ENDS = (
     "<|eom|>",
 )
 """Marks behind a call that belong to none."""
-_AFTER = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, _ENDS))}))*")
+_DSML_CALLS = rf"{BARS}DSML{BARS}\w{{0,16}}calls[|\uff5c]?"
+_BEFORE_DSML = re.compile(rf"<{_DSML_CALLS}>?\s*\Z")
+_AFTER = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, _ENDS))}|</{_DSML_CALLS}>?))*")
 _ARGUMENTS, _CALL_ID, _MISTRAL = "[ARGS]", "[CALL_ID]", "[TOOL_CALLS]"
 _CDATA = "<![CDATA["
 _ON_LINES = re.compile(r"\n.*\n|\r\n.*\r\n", re.DOTALL)
@@ -104,6 +107,15 @@ _BROKEN = re.compile(
 """The start of a call in JSON or Python, with its name."""
 _GLM_KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
 _AFTER_GLM_VALUE = ("<arg_key>", END_OF_HERMES)
+_END_OF_IFM, _IFM = (
+    "</ifm|tool_call>",
+    re.compile(r"<ifm\|arg_type>\w*</ifm\|arg_type>|(?<=<)ifm\||(?<=</)ifm\|"),
+)
+_REACT = re.compile(
+    r"\bAction:[ \t]*([\w.-]{1,200})[ \t]*"
+    r"(?:\n+Action Input:\s*(?:```\w*\n)?|(?:\n[Action Iput]*)?\Z)"
+)
+"""The start of a call of ReAct, with its name."""
 _END_OF_APERTUS = "<|tools_suffix|>"
 _NAMESPACE = "]<]minimax[>["
 _MINIMAX_TAG = re.compile(rf"{re.escape(_NAMESPACE)}<(/?)([^<>]+)>")
@@ -154,7 +166,7 @@ def _without_end(text: str, marks: Sequence[str]) -> str:
 
 def without_start_marks(text: str) -> str:
     """Returns the text before a call without the marks at its end that open a list of calls."""
-    return _without_end(text, _BEFORE)
+    return _without_end(_BEFORE_DSML.sub("", text), _BEFORE)
 
 
 def skip_end_marks(text: str, start: int) -> int:
@@ -171,7 +183,7 @@ def _tagged_hermes(text: str, start: int, schemas: Schemas) -> Reading:
 def _glm(text: str, inner: int, start: int, schemas: Schemas) -> Reading:
     """Reads `NAME`, pairs of `<arg_key>` and `<arg_value>`, and `</tool_call>`."""
     first = text.find("<arg_key>", inner)
-    name = text[inner : max(first, inner)].strip()
+    name = text[inner : max(first, inner)].strip().removesuffix("<tool_sep>")
     pairs, position, cut = [], first, start
     if name and "<" not in name:
         while key := _GLM_KEY.match(text, position):
@@ -195,6 +207,15 @@ def _glm(text: str, inner: int, start: int, schemas: Schemas) -> Reading:
         what = "JSON object in it" if close >= 0 else f"closing {END_OF_HERMES}"
         return f"the tool call has no {what}.", close if is_call else cut
     return to_calls({"name": name.strip()}), close + len(END_OF_HERMES)
+
+
+def _ifm(text: str, start: int, schemas: Schemas) -> Reading:
+    """Reads the tags of GLM with a prefix, and the types of values between them."""
+    close = text.find(_END_OF_IFM, start)
+    if close < 0:
+        return f"the tool call has no closing {_END_OF_IFM}.", start
+    body = _IFM.sub("", text[start:close]) + END_OF_HERMES
+    return _glm(body, 0, 0, schemas)[0], close + len(_END_OF_IFM)
 
 
 def _tagged(tags: _Tags, text: str, start: int, schemas: Schemas) -> Reading:
@@ -650,6 +671,8 @@ def read_bare(
         body = body[: block[0]].rstrip()
     if fenced:
         return fenced, len(body)
+    if schemas and (react := _react(body.partition("\nObservation")[0], schemas, limit)):
+        return react
     match = _BARE.search(body, 0, limit) if schemas and limit else None
     start = match.end() if match else skip_space(body, 0)
     if limit and not body.startswith(("{", "["), start):
@@ -677,6 +700,26 @@ def read_bare(
         return [], 0
     results = map(to_call, values)
     return [c if isinstance(c, ToolCall) else ToolCallError(message=c) for c in results], start
+
+
+def _react(
+    text: str, schemas: Schemas, limit: int
+) -> tuple[list[ToolCall | ToolCallError], int] | None:
+    """Returns the calls of ReAct in a text and where they begin, if there are any."""
+    headers = [
+        header
+        for header in islice(_REACT.finditer(text, 0, limit), _MOST_BLOCKS)
+        if header[1] in schemas or text.startswith("{", header.end())
+    ]
+    ends = [header.start() for header in headers[1:]]
+    calls: list[ToolCall | ToolCallError] = []
+    for header, stop in zip(headers, [*ends, len(text)], strict=False):
+        value, end, fault = decode(text, header.end())
+        if not fault and text[end:stop].strip("` \n"):
+            fault = "the tool call has text behind its Action Input."
+        reading = fault or to_call({"name": header[1], "arguments": value})
+        calls.append(ToolCallError(message=reading) if isinstance(reading, str) else reading)
+    return (calls, headers[0].start()) if headers else None
 
 
 def _last_block(text: str) -> tuple[int, str] | None:
@@ -775,15 +818,6 @@ _FUNCTIONS = _Tags(
     "</function>",
     "<function=NAME> with <parameter=KEY>VALUE</parameter>",
 )
-_DSML, _SPACED_DSML, _STEP = (
-    _Tags(
-        f'<{mark}parameter name="',
-        f"</{mark}parameter>",
-        f"</{mark}invoke>",
-        f'<{mark}invoke name="NAME"> with <{mark}parameter name="KEY">VALUE</{mark}parameter>',
-    )
-    for mark in ("\uff5cDSML\uff5c", "\uff5cDSML\uff5c ", "steptml:")
-)
 _KIMI_3 = _Tags(
     '<|open|>argument key="',
     "<|close|>argument<|sep|>",
@@ -791,12 +825,6 @@ _KIMI_3 = _Tags(
     '<|open|>call tool="NAME"<|sep|> with <|open|>argument key="KEY"<|sep|>VALUE'
     "<|close|>argument<|sep|>",
     end="<|sep|>",
-)
-_ATEM = _Tags(
-    '<atem:parameter name="',
-    "</atem:parameter>",
-    "</atem:invoke>",
-    '<atem:invoke name="NAME"> with <atem:parameter name="KEY">VALUE</atem:parameter>',
 )
 _INVOKE = _Tags(
     "<parameter name=",
@@ -823,6 +851,10 @@ _KIMI = re.compile(
     r"<\|tool_call_argument_begin\|>\s*"
 )
 _SOLAR = re.compile(r"\w*<\|tool_call:name\|>(?P<name>[\w./-]+)<\|tool_call:args\|>\s*")
+_PLAMO = re.compile(
+    r"(?P<name>[\w./-]+)<\|plamo:end_tool_name:plamo\|>\s*<\|plamo:begin_tool_arguments:plamo\|>"
+    r"(?:[^{]{0,64}<\|plamo:msg\|>)?\s*"
+)
 _harmony = partial(_headed, _HARMONY, "<|message|>", "<|call|>")
 READERS: Mapping[str, Callable[[str, int, Schemas], Reading]] = {
     HERMES: _tagged_hermes,
@@ -844,13 +876,16 @@ READERS: Mapping[str, Callable[[str, int, Schemas], Reading]] = {
     "<|function_call|>": partial(_json, ""),
     "<function_call>": partial(_json, "</function_call>"),
     "functools[": partial(_json, "]"),
-    '<\uff5cDSML\uff5cinvoke name="': partial(_tagged, _DSML),
-    '<\uff5cDSML\uff5c invoke name="': partial(_tagged, _SPACED_DSML),
-    '<steptml:invoke name="': partial(_tagged, _STEP),
     '<|open|>call tool="': partial(_tagged, _KIMI_3),
     f"{_NAMESPACE}<tool_call>": _minimax,
+    "<ifm|tool_call>": _ifm,
+    "<|plamo:begin_tool_name:plamo|>": partial(
+        _headed,
+        _PLAMO,
+        "<|plamo:begin_tool_arguments:plamo|>",
+        "<|plamo:end_tool_arguments:plamo|>",
+    ),
     "<|tool_call:begin|>": partial(_headed, _SOLAR, "<|tool_call:args|>", "<|tool_call:end|>"),
-    '<atem:invoke name="': partial(_tagged, _ATEM),
     "<invoke name=": partial(_tagged_tool, _INVOKE),
     "<function name=": partial(_tagged_tool, _MINICPM),
     "<|tools_prefix|>": _apertus,
@@ -863,4 +898,14 @@ READERS: Mapping[str, Callable[[str, int, Schemas], Reading]] = {
         _headed, _KIMI, "<|tool_call_argument_begin|>", "<|tool_call_end|>"
     ),
 }
-"""The reader of what follows each mark."""
+"""The reader of what follows each mark but `<... invoke name="`."""
+
+
+def reader_of(mark: str) -> Callable[[str, int, Schemas], Reading]:
+    """Returns the reader of what follows a mark."""
+    if mark in READERS:
+        return READERS[mark]
+    name = mark.removeprefix("<").removesuffix('invoke name="')
+    opening, close = f'<{name}parameter name="', f"</{name}parameter>"
+    form = f'{mark}NAME"> with {opening}KEY">VALUE{close}'
+    return partial(_tagged, _Tags(opening, close, f"</{name}invoke>", form))

@@ -478,6 +478,24 @@ SPELLINGS = [
         {"a-b": "<|tool_call_end|>"},
     ),
     ("<|tool_call_start|>[look(word='\\{\\d')]<|tool_call_end|>", {"word": "\\{\\d"}),
+    *(
+        (
+            f"<{bar}DSML{bar}{calls}>{DSML.replace(BAR, bar)}</{bar}DSML{bar}{calls}>".format(
+                '"word" string="true"', "a"
+            ),
+            {"word": "a"},
+        )
+        for bar, calls in [
+            *(("\uff5c\uff5c", "tool_calls"), ("|", "function_calls"), ("\u2016", "tool_calls")),
+            *((" | ", "tool_calls"), ("||", "calls|"), ("", "tool_calls")),
+        ]
+    ),
+    (
+        "<ifm|tool_calls><ifm|tool_call>look</ifm|tool_call></ifm|tool_calls>",
+        {},
+    ),
+    ('Action: look\nAction Input:\n```json\n{"word": "a"}\n```', {"word": "a"}),
+    ('Action: look\n\nAction Input: {"word": "a"}\nObservation: ?\nAction: leave', {"word": "a"}),
     ('Action:\n```json\n[{"tool_name": "look", "parameters": {"word": "a"}}]```', {"word": "a"}),
 ]
 
@@ -562,6 +580,14 @@ def test_an_action_that_is_cut_anywhere_makes_no_other_call(family):
         ('```json\n{"name": "look", "arguments": {}}\n```\n' * 2, ["look", "look"]),
         ('```json\n[{"name": "look", "arguments": {"word":', [""]),
         ("```python\n[look(word='a')]\n```\nThis is how.", []),
+        (
+            'Action: look\nAction Input: {"word": "a"}\nAction: leave\nAction Input: {}',
+            ["look", "leave"],
+        ),
+        ("Action: look\nAction Input: amber", [""]),
+        ("Thought: I look.\nAction: look", [""]),
+        ('Action: climb\nAction Input: {"word": "a"}', ["climb"]),
+        ("Action: climb", []),
         ("Call functools.reduce, or <function_calls>, or ```tool_code.", []),
         ('[TOOL_CALLS][{"name": "look"}]\n[TOOL_CALLS][{"name": "leave"}]', ["look", "leave"]),
     ],
