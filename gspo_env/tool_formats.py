@@ -113,7 +113,7 @@ _END_OF_IFM, _IFM = (
 )
 _REACT = re.compile(
     r"\bAction:[ \t]*([\w.-]{1,200})[ \t]*"
-    r"(?:\n+Action Input:\s*(?:```\w*\n)?|(?:\n[Action Iput]*)?\Z)"
+    r"(?:\n+Action Input:\s*(?:```\w*\n)?|(?:\n[ActionIputn ]*)?\Z)"
 )
 """The start of a call of ReAct, with its name."""
 _END_OF_APERTUS = "<|tools_suffix|>"

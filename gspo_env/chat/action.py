@@ -6,24 +6,20 @@ reasoning is what stands before `</think>`, and tool calls stay text.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gspo_env.chat.encode import BoundedCache, TextEncoder, drop_marks, map_texts
+from gspo_env.chat.encode import BoundedCache, TextEncoder, map_texts
 from gspo_env.env.base import clean
-from gspo_env.tool_calls import REASONING, parse_message, read_calls
-from gspo_env.types import Message, ToolCall
-
-logger = logging.getLogger(__name__)
+from gspo_env.registry import load_function
+from gspo_env.tool_calls import REASONING, parse_message
+from gspo_env.types import Message
 
 _CACHE_BYTES = 1 << 24
 _TAIL = 12
 """Ids at the end of a prompt that hold the mark of reasoning, also where it is plain text."""
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-_BREAK = "\udffd"
-"""Breaks the text of a control token for the response template; in no rendering."""
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,14 +75,14 @@ class ParsedAction:
         calls = [(call.name, call.arguments) for call in message.tool_calls]
         if self.calls:
             sampled = map_texts(self.calls, self.encoder.to_text)
-            same_calls = calls == [_name_and_arguments(call) for call in sampled]
+            same_calls = calls == [name_and_arguments(call) for call in sampled]
             is_same = same_calls and text.strip() == content.strip()
         else:
             same_calls = calls == [(call.name, call.arguments) for call in parsed.tool_calls]
             is_same = same_calls and text.strip() == parsed.content.strip()
         if not is_same:
             return None
-        return _assistant(clean(text), self.reasoning, _calls_for_template(message))
+        return _assistant(clean(text), self.reasoning, calls_for_template(message))
 
 
 def message_for_template(message: Message) -> dict[str, Any]:
@@ -94,7 +90,7 @@ def message_for_template(message: Message) -> dict[str, Any]:
     content = clean(message.content)
     if message.role == "assistant":
         reasoning = None if message.reasoning is None else clean(message.reasoning)
-        return _assistant(content, reasoning, _calls_for_template(message))
+        return _assistant(content, reasoning, calls_for_template(message))
     names = {"tool_call_id": message.tool_call_id, "name": message.name}
     present = {key: clean(value) for key, value in names.items() if value is not None}
     return {"role": message.role, "content": content, **present}
@@ -103,11 +99,12 @@ def message_for_template(message: Message) -> dict[str, Any]:
 def _assistant(content: str, reasoning: str | None, calls: Sequence[Any]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning:
-        message |= dict.fromkeys(_REASONING_KEYS, reasoning)
+        message |= dict.fromkeys(REASONING_KEYS, reasoning)
     return message | ({"tool_calls": list(calls)} if calls else {})
 
 
-def _calls_for_template(message: Message) -> list[dict[str, Any]]:
+def calls_for_template(message: Message) -> list[dict[str, Any]]:
+    """Returns the calls of a message in the form of templates."""
     calls = [
         {
             "type": "function",
@@ -159,8 +156,11 @@ class ActionParser:
         action = replace(action, text_message=parsed)
         if not self._has_schema:
             return action
+        parse = load_function("gspo_env.chat.response:parse_response", "parser")
         text = action.rendering if has_end else action.body
-        return replace(action, **self._parse_by_schema(text, prompt_ids, tools, is_open))
+        return replace(
+            action, **parse(self._tokenizer, self._encoder, text, prompt_ids, tools, is_open)
+        )
 
     def _opens(self, prompt_ids: tuple[int, ...]) -> bool:
         """Returns whether a prompt ends with the start of the reasoning."""
@@ -196,52 +196,7 @@ class ActionParser:
             encoder=encoder,
         )
 
-    def _parse_by_schema(
-        self, rendering: str, prompt_ids: Sequence[int], tools: Sequence[Any], in_reasoning: bool
-    ) -> dict[str, Any]:
-        """Parses with the response template; empty if it fails, as with a malformed call."""
-        encoder = self._encoder
 
-        def to_text(rendering: str) -> str:
-            return encoder.to_text(encoder.break_controls(rendering, _BREAK))
-
-        def to_rendering(text: str) -> str:
-            return drop_marks(encoder.to_rendering(text))
-
-        prefix = to_text(encoder.decode_rendering(prompt_ids))
-        try:
-            schemas = [tool.schema for tool in tools]
-            parts = self._tokenizer.parse_response(to_text(rendering), prefix=prefix, tools=schemas)
-            content = to_rendering(parts.get("content") or "")
-            reasoning = next((parts[key] for key in _REASONING_KEYS if parts.get(key)), None)
-            reasoning = None if reasoning is None else to_rendering(reasoning)
-            text = encoder.to_text(rendering)
-            text_calls = parse_message(text, tools, in_reasoning=in_reasoning)[0].tool_calls
-            parsed_calls = map_texts(parts.get("tool_calls") or (), drop_marks)
-            text_calls = text_calls or read_calls(list(parsed_calls))
-            calls = _calls_for_template(
-                Message(role="assistant", content="", tool_calls=text_calls)
-            )
-            calls = map_texts(calls, to_rendering)
-        except Exception as error:  # a library parses what a model wrote: anything may be raised
-            logger.info("An action does not fit the response template: %s", error)
-            return {}
-        message = Message(
-            role="assistant",
-            content=encoder.to_text(content),
-            reasoning=None if reasoning is None else encoder.to_text(reasoning),
-            tool_calls=tuple(
-                ToolCall(name=name, arguments=arguments)
-                for name, arguments in map(_name_and_arguments, map_texts(calls, encoder.to_text))
-            ),
-        )
-        return {
-            "content": content,
-            "reasoning": reasoning,
-            "calls": tuple(calls),
-            "message": message,
-        }
-
-
-def _name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
+def name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
+    """Returns what a call in the form of templates says."""
     return call["function"]["name"], call["function"]["arguments"]

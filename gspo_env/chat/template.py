@@ -26,6 +26,7 @@ from gspo_env.chat.bounds import BoundedTemplate
 from gspo_env.chat.encode import BoundedCache, TextEncoder, drop_marks, map_texts
 from gspo_env.env.base import clean
 from gspo_env.errors import ChatTemplateError, TemplateBoundsError
+from gspo_env.registry import load_function
 from gspo_env.tool_calls import parse_tool_calls
 from gspo_env.types import ToolCall
 
@@ -36,6 +37,7 @@ Chat = Sequence[Mapping[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]
 """Tools in OpenAI's function format."""
 
+_ID = "call00000"
 _CACHE_BYTES = 1 << 24
 """Bytes of the conversations that are kept with their renderings."""
 _LONGEST_ERROR = 500
@@ -109,6 +111,8 @@ class ChatTemplate:
     def _render_fitted(self, key: str, conversation: tuple[Chat, Schemas, bool]) -> str:
         """Renders a conversation; `key` identifies it in the cache."""
         messages, schemas, generation = conversation
+        if self._call_id != _ID:
+            messages = load_function("gspo_env.chat.call_ids:with_ids", "ids")(messages)
         shown = [self.shows(m.get("tool_calls", ())) for m in messages]
         if self.reads_calls and not all(shown):
             self._warn("does not show these tool calls; the text of their message has them")
@@ -179,13 +183,24 @@ class ChatTemplate:
     def _called(self) -> str:
         return f"f{self.marker(0)}"
 
-    def _shown_call(self, arguments: Any, messages: int = 3, calls: int = 1) -> str:
+    @cached_property
+    def _call_id(self) -> str:
+        """The id with which a call shows its name; some of Kimi's templates write only ids."""
+        ids = (_ID, f"functions.{self._called}:0")
+        shown = (
+            i for i in ids if self._shown_call({}, call_id=i) or self._shown_call("{}", call_id=i)
+        )
+        return next(shown, _ID)
+
+    def _shown_call(
+        self, arguments: Any, messages: int = 3, calls: int = 1, call_id: str = ""
+    ) -> str:
         """Returns the rendering of messages, the second with a call, or nothing if it is absent."""
-        name = self._called
+        name, call_id = self._called, call_id or self._call_id
         function = {"name": name, "arguments": arguments}
-        call = {"type": "function", "id": "call00000", "function": function}
+        call = {"type": "function", "id": call_id, "function": function}
         for content in ("x", ""):
-            for follow in ({"role": "tool", "tool_call_id": "call00000", "name": name}, {}):
+            for follow in ({"role": "tool", "tool_call_id": call_id, "name": name}, {}):
                 user, action, result = _chat(("user", "assistant", "user"))
                 action |= {"tool_calls": [call] * calls, "content": content}
                 chat = [user, action, result | follow][:messages]

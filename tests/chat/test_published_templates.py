@@ -365,6 +365,32 @@ def test_a_call_in_the_form_of_other_templates_is_read_back(shape, name):
             assert calls
 
 
+def test_calls_have_ids_that_name_the_tool_if_the_template_writes_only_ids():
+    form = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+        "{{ c.function.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    chat = with_calls(form)
+    transcript = Transcript(chat, Prompt(tools=(LOOK,)))
+    question = Message(role="user", content="find it")
+    transcript.read("", "user", StepInfo(messages=(question,)))
+    said = form.replace("{{ c.id }}", "functions.look:0").replace(
+        "{{ c.function.arguments | tojson }}", '{"key": "amber", "n": 2}'
+    )
+    transcript.write([*chat.encode(said), chat.end_of_turn])
+    answer = Message(role="assistant", content="", tool_calls=(CALL,))
+    called = dataclasses.replace(answer, tool_calls=(dataclasses.replace(CALL, id="call_1"),))
+    result = Message(role="tool", content="cedar", tool_call_id="call_1")
+    opening = transcript.read("", "user", StepInfo(messages=(question, called, result)))
+    assert (opening.parent, opening.fork) == (0, None)
+    shown = chat.template.render(
+        [as_dict(m) for m in (question, answer, result, answer, result)], [LOOK.schema]
+    )
+    assert "functions.look:0" in shown
+    assert "functions.look:1" in shown
+    assert "<tool_call>" not in shown
+
+
 @pytest.mark.parametrize("name", UNREAD)
 def test_tools_are_listed_with_a_form_that_is_read_if_the_templates_own_is_not(name, caplog):
     chat = with_calls(UNREAD[name])
