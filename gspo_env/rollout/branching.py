@@ -178,13 +178,14 @@ class BranchingCollector(Collector):
     def __init__(self, plain: Collector, branching: Branching) -> None:
         super().__init__(**{f.name: getattr(plain, f.name) for f in fields(Collector) if f.init})
         self._plain, self.branching = plain, branching
-        slots, size = plain.config.concurrency, plain.config.group_size
-        groups = max(1, slots // (2 * size))
+        slots, size, n = plain.config.concurrency, plain.config.group_size, branching.continuations
+        groups = max(1, min(slots // (2 * size), (slots - n) // size))
         self._groups = asyncio.Semaphore(groups)
         """Limits the groups in flight: the engine keeps their episodes until all have branched."""
-        points = (slots - groups * size) // branching.continuations
-        self._points = asyncio.Semaphore(max(1, points))
-        """Limits the turns that are branched at to what the engine has room for beside them."""
+        self._room = max(1, slots - groups * size)
+        """The episodes that the engine has room for beside them."""
+        self._points = asyncio.Semaphore(max(1, self._room // n))
+        """Limits the turns that are branched at to what there is room for."""
 
     @property
     def plain(self) -> Collector:
@@ -278,7 +279,7 @@ class BranchingCollector(Collector):
             held_out={},
         )
         async with self._points:
-            branches = await collector.play(again, asyncio.Semaphore(again.group_size))
+            branches = await collector.play(again, asyncio.Semaphore(self._room))
         shared_part = tuple(map(_as_copy, past.turns[:shared]))
         episodes = []
         for episode in branches.episodes:

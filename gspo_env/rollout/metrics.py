@@ -82,8 +82,9 @@ class RolloutStats:
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens."""
-        return sum(episode.model_tokens for episode in _episodes(self.groups))
+        """Sampled tokens; those that a branch shares count once."""
+        parts = (e.turns[getattr(e, "shared", 0) :] for e in _episodes(self.groups))
+        return sum(len(turn.action_ids) for turns in parts for turn in turns)
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name."""

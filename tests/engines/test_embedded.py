@@ -176,6 +176,22 @@ def test_a_conversation_without_a_session_feeds_only_what_is_new(model):
     assert [b - a for a, b in pairwise([first, *later])] == [1 + 3 + 3] * 3
 
 
+def test_the_session_that_was_used_last_keeps_its_slot(model):
+    engine = TransformersEngine(model, max_slots=3, max_context=400)
+
+    async def feed(session, prompt):
+        before = engine.fed_tokens
+        await engine.generate(prompt, Sampling(max_tokens=1), session)
+        return engine.fed_tokens - before
+
+    async def play():
+        prompts = {name: list(range(n, n + 40)) for n, name in enumerate("abcd")}
+        order = [*"abc", "a", "d", "a"]
+        return [await feed(name, prompts[name]) for name in order]
+
+    assert asyncio.run(play()) == [40, 40, 40, 1, 40, 1]
+
+
 @pytest.mark.parametrize("slots", [32, 7])
 def test_episodes_that_stay_together_sample_what_each_samples_alone(model, slots):
     engine = TransformersEngine(model, max_slots=slots, max_context=400, max_step_tokens=40)

@@ -35,6 +35,7 @@ from gspo_env.rollout.branching import (
     sampled_tokens,
 )
 from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.types import Task
@@ -190,6 +191,7 @@ def test_engine_and_trainer_agree_on_branched_episodes_and_the_common_past_is_co
         samples = to_samples(group.episodes, estimate([group], BranchBaseline()).advantages[0])
         trained = sum(int(sample.mask.sum()) for sample in samples)
         assert trained == sum(map(sampled_tokens, group.episodes))
+        assert trained == RolloutStats(groups=[group], seconds=1.0).tokens
         distinct = sum(
             len(turn.prompt_ids) + len(turn.action_ids)
             for e in group.episodes
@@ -198,11 +200,11 @@ def test_engine_and_trainer_agree_on_branched_episodes_and_the_common_past_is_co
         assert len(pack(samples).input_ids_T) <= 1.05 * distinct
 
 
-@pytest.mark.parametrize("concurrency", [8, 16])
-def test_an_engine_with_few_slots_computes_a_common_past_once(player, concurrency):
+@pytest.mark.parametrize(("slots", "size", "n"), [(8, 4, 3), (16, 4, 3), (8, 2, 6), (8, 4, 6)])
+def test_an_engine_with_few_slots_computes_a_common_past_once(player, slots, size, n):
     make = lambda: make_env(player.env_id)  # noqa: E731
-    limits = {"concurrency": concurrency, "group_size": 4, "max_turns": 5}
-    running = EveryTurn().wrap(collector(player, make, **limits))
+    limits = {"concurrency": slots, "group_size": size, "max_turns": 5}
+    running = EveryTurn(continuations=n).wrap(collector(player, make, **limits))
     every = [Task(env_id="test", seed=n) for n in range(8)]
     played = episodes(asyncio.run(running.collect(every, seed=0)))
     assert running.engine.fed_tokens <= 1.1 * forks.fed_at_least(played)

@@ -80,7 +80,7 @@ class Sequences:
         """Drops everything; no request may run."""
         self._slots = [Slot(index) for index in range(self._count)]
         self._free = list(range(self._count))  # a heap: low slots first keep the cache dense
-        self._sessions: dict[str, Slot] = {}  # the oldest first
+        self._sessions: dict[str, Slot] = {}  # least recently used first
         self._beginnings: dict[int, dict[int, Slot]] = {}
         """The slots of the prompts with each beginning; see `_beginnings_of`."""
         self._copies: dict[int, tuple[int, int]] = {}
@@ -207,10 +207,10 @@ class Sequences:
             self._copies.clear()
 
     def _move(self, session: str, slot: Slot) -> None:
-        before = self._sessions.get(session)
+        before = self._sessions.pop(session, None)
+        self._sessions[session] = slot
         if before is slot:
             return
-        self._sessions[session] = slot
         slot.sessions.add(session)
         if before is not None:
             before.sessions.discard(session)
