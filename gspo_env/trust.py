@@ -351,16 +351,17 @@ def _class_names(env: str | tuple[str, ...]) -> list[tuple[str, str]]:
 
 def _find_problem(folder: Path, settings: Mapping[str, Any]) -> TrustProblem | None:
     """Returns why settings are not known to be those that the user trained with in a folder."""
-    now, folder = _describe(settings), folder.resolve()
+    folder = folder.resolve()
+    places = (folder, *folder.parents[:_PARENTS])
+    records = [entry for place in places if (entry := _read_record(place)) is not None]
+    if not records:  # and no file that a stranger names is opened
+        return TrustProblem(reason=_NO_RECORD)
+    now = _describe(settings)
     texts = [set(_file_names(text)) for text in _texts(settings)]
     only_files = bool(now["files"]) and all(names & now["files"].keys() for names in texts)
     compared = ("settings", "files") if only_files else ("settings", "files", "working folder")
-    places = (folder, *folder.parents[:_PARENTS])
-    records = [entry for place in places if (entry := _read_record(place)) is not None]
     if any(all(entry.get(key) == now[key] for key in compared) for entry in records):
         return None
-    if not records:
-        return TrustProblem(reason=_NO_RECORD)
     cwd = str(records[0].get("working folder", ""))
     changed = next(key for key in compared if records[0].get(key) != now[key])
     return TrustProblem(
@@ -408,7 +409,7 @@ def _file_digests(settings: Any) -> dict[str, str]:
 def _file_names(text: str) -> Iterator[str]:
     """Yields what a text may name: `FILE`, `FILE:NAME` or `LABEL=FILE:NAME:WEIGHT`."""
     for part in (text, text.partition("=")[2]):
-        pieces = part.split(":")
+        pieces = part.split(":", 8)
         yield from (":".join(pieces[:end]) for end in range(1, len(pieces) + 1) if pieces[0])
 
 

@@ -20,6 +20,7 @@ from gspo_env.cli.main import main, parse
 from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.errors import ConfigError
 from gspo_env.model.load import save_model
+from gspo_env.trust import parse as parse_settings
 from gspo_env.trust import read_saved, record
 
 SHORT = [
@@ -410,6 +411,13 @@ def test_a_command_is_trusted_only_in_the_folder_where_it_was_used(tmp_path, mon
     assert not read_saved("run").untrusted
     monkeypatch.chdir(tmp_path / "there")
     assert read_saved(tmp_path / "here" / "run").untrusted.keys() >= {"env_kwargs.servers"}
+
+
+def test_files_that_a_folder_names_are_looked_for_a_few_times_at_most(tmp_path):
+    names = {"env": "mine.py:Mine", "env_kwargs": {"x": "a:" * 2**18}}
+    record(tmp_path, Config(env="mine.py:Mine"))  # so there is something to compare with
+    settings = parse_settings(tmp_path / "config.toml", to_toml(Config(**names)))
+    assert "the settings changed since" in settings.problem.reason
 
 
 def test_settings_that_need_no_flag_leave_no_record(tmp_path):

@@ -22,6 +22,7 @@ from gspo_env.health.record import RunRecord
 from gspo_env.model.load import save_model
 from gspo_env.redaction import visible
 from gspo_env.report import learning_curve
+from gspo_env.tracking.console import Progress
 from gspo_env.types import StopReason, Task
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\rsuccess\u202e\u2028== forged ==\x85\x9b31m"
@@ -59,6 +60,19 @@ def test_the_log_and_the_errors_of_the_command_line_have_no_escape_sequence(caps
     said = capsys.readouterr().err
     assert not {"\x1b", "\x07", "\r", "\u202e"} & set(said)
     assert "\nERROR forged" not in said
+
+
+def test_the_name_of_a_folder_has_no_escape_sequence(capsys, tmp_path):
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 1, "time": 1, "metrics": {"eval/success": 1}}\n'
+    )
+    (folder / "config.toml").write_text("")
+    Progress().line(str(folder))
+    main(["view", str(folder), "--no-browser"])
+    main(["report", str(folder), "--no-browser"])
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set("".join(capsys.readouterr()))
 
 
 def test_the_names_of_tensors_have_no_escape_sequence(capfd, tmp_path, model, tokenizer):

@@ -11,6 +11,7 @@ from pathlib import Path
 import tyro
 
 from gspo_env.errors import ConfigError
+from gspo_env.redaction import visible
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,6 @@ class Report:
         by = shlex.join(["gspo-env", *sys.argv[1:]]) if sys.argv[1:2] == ["report"] else ""
         paths = write_run_report(runs, out, with_markdown=self.markdown, made_by=by)
         for path in paths:
-            print(f"Wrote {path}", flush=True)
+            print(f"Wrote {visible(str(path))}", flush=True)
         if self.browser:
             webbrowser.open(paths[0].resolve().as_uri())

@@ -11,6 +11,7 @@ import tyro
 from annotated_types import Ge
 
 from gspo_env.errors import ConfigError, OutputError
+from gspo_env.redaction import visible
 from gspo_env.registry import check_values
 
 
@@ -43,6 +44,6 @@ class View:
                 f"cannot make {str(out)!r}: {error}; expected a file that can be written, named "
                 "with --out, and a run whose files are no links"
             ) from error
-        print(f"Wrote {page} ({page.stat().st_size / 1e6:.1f} MB)", flush=True)
+        print(f"Wrote {visible(str(page))} ({page.stat().st_size / 1e6:.1f} MB)", flush=True)
         if self.browser:
             webbrowser.open(page.resolve().as_uri())

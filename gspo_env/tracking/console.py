@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.progress import Progress as LiveProgress
 from rich.text import Text
 
-from gspo_env.redaction import redact_text
+from gspo_env.redaction import redact_text, visible
 
 _FORMATS = {
     "loss": "loss {:.4f}",
@@ -153,8 +153,8 @@ class Progress:
         return show
 
     def line(self, text: str) -> None:
-        """Prints a line that stays, without secrets."""
-        text = redact_text(text).encode(self.encoding, "replace").decode(self.encoding)
+        """Prints a line that stays, without secrets and with hidden characters shown."""
+        text = visible(redact_text(text)).encode(self.encoding, "replace").decode(self.encoding)
         self._console.print(Text(text), soft_wrap=True)
 
     @property

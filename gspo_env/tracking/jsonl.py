@@ -296,13 +296,12 @@ class RunFiles:
     def _describe(self, run: RunInfo) -> RunInfo:
         """Writes the description of a new run, or reads that of a resumed one."""
         try:
-            fields = json.loads(read_file(self.folder, DESCRIPTION, _MOST_BYTES))
-            return replace(run, **fields)
+            tree = json.loads(read_file(self.folder, DESCRIPTION, _MOST_BYTES))
+            return replace(run, **{n: kind(tree[n]) for n, kind in _DESCRIBED.items() if n in tree})
         except FileNotFoundError:
-            names = ("name", "key", "started", "params", "tags")
-            _write_json(self.folder, DESCRIPTION, {name: getattr(run, name) for name in names})
+            _write_json(self.folder, DESCRIPTION, {n: getattr(run, n) for n in _DESCRIBED})
             return run
-        except (OSError, ValueError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, RecursionError, OverflowError) as error:
             path = self.folder / DESCRIPTION
             raise OutputError(f"{str(path)!r} is damaged ({error}); remove it") from error
 
@@ -317,6 +316,8 @@ def _write_json(folder: Path, name: str, tree: object) -> None:
     write_file(folder, name, write)
 
 
+_DESCRIBED = {"name": str, "key": str, "started": int, "params": dict, "tags": dict}
+"""The fields of a run's description, which a stranger may have written, and their types."""
 _Ordered = Iterator[tuple[int, int, Point | Call]]
 
 

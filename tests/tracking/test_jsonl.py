@@ -180,9 +180,15 @@ def test_damaged_files_of_the_queue_cost_no_point(tmp_path):
         again.log({"a": 2.0}, 2)
     assert again.problems == []
     assert sorted(point[:2] for point in store.points) == [("a", 1), ("a", 2)]
-    (tmp_path / "tracking" / "run.json").write_text("{")
-    with pytest.raises(OutputError, match=r"run\.json.* is damaged"):
-        tracked(tmp_path, store, resume=tracker.ids)
+    other = {"folder": "/", "resume": 7, "parent": 7, "name": 7}
+    (tmp_path / "tracking" / "run.json").write_text(json.dumps(other))
+    with tracked(tmp_path, store, resume=tracker.ids) as third:
+        third.log({"a": 3.0}, 3)
+    assert third.problems == []
+    for text in ("{", '{"params": 7}', '{"started": 1e999}'):
+        (tmp_path / "tracking" / "run.json").write_text(text)
+        with pytest.raises(OutputError, match=r"run\.json.* is damaged"):
+            tracked(tmp_path, store, resume=tracker.ids)
 
 
 def test_a_new_run_does_not_write_into_the_metrics_of_another(tmp_path):
