@@ -280,6 +280,8 @@ class Turn:
     """The action as the environment received it."""
     in_reasoning: bool = False
     """Whether the prompt has opened the reasoning with which the action begins."""
+    message: Message | None = None
+    """The action as the tokenizer's response template has parsed it, if it has one."""
     observation: str
     """The observation before the action."""
     reward: float

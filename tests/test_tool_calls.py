@@ -340,7 +340,7 @@ PARTED = [text.rsplit("2", 1) for text in TABLED.values()]
 
 
 @pytest.mark.parametrize("family", TABLED)
-def test_sql_the_page_and_capture_read_the_calls_of_each_family_as_a_tool_env_does(family, chat):
+def test_sql_the_page_and_capture_read_the_calls_of_each_family_as_a_tool_env_does(family):
     text, tools = f"Let me look.\n{TABLED[family]}", tuple(Shop().tools)
     call = {"name": "look", "arguments": {"word": "a", "times": 2}}
     assert calls_in_tool_env(text) == ([ToolCall(**call)], 0)
@@ -353,7 +353,7 @@ def test_sql_the_page_and_capture_read_the_calls_of_each_family_as_a_tool_env_do
     turn = Turn(text=text, observation="hi", reward=0.0)
     for info, listed in ((asked, tools), (dataclasses.replace(asked, tools=()), ())):
         prompt = Prompt(messages=info.messages, tools=listed)
-        (line,) = to_lines(episode(turn, prompt=prompt, reset=info), chat)
+        (line,) = to_lines(episode(turn, prompt=prompt, reset=info))
         (*_, answer) = json.loads(line)["messages"]
         calls = parse_tool_calls(text, listed)
         shown = [{"name": c.name, "arguments": c.arguments} for c in calls]

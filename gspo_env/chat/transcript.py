@@ -72,8 +72,8 @@ class ChatTokenizer:
     def stop_ids(self) -> tuple[int, ...]:
         """The ids that end an action: ends of turn, the end of sequence, and the model's."""
         ends = [self._split_end(self._after_action(role))[0] for role in self._roles]
-        ends += [i for i in self.end_ids if i < len(self.tokenizer)]
-        return tuple(sorted({i for i in (*ends, self.tokenizer.eos_token_id) if i is not None}))
+        ends += [*self.end_ids, self.tokenizer.eos_token_id]
+        return tuple(sorted({i for i in ends if i is not None}))
 
     def start(self, observation: str, prompt: Prompt | None = None) -> tuple[int, ...]:
         """Returns the ids of the first prompt.

@@ -18,7 +18,6 @@ from gspo_env.errors import ConfigError
 from gspo_env.registry import check_values, load_function
 
 if TYPE_CHECKING:
-    from gspo_env.chat import ChatTokenizer
     from gspo_env.env.tools import Tool
     from gspo_env.types import Episode, Group, Message, ResetInfo, StepInfo, Turn
 
@@ -94,8 +93,7 @@ class Capture:
                 f"keep is {self.keep!r}, which none of {len(played)} episodes meets; expected a "
                 f"condition on {', '.join(names)} that some meet"
             )
-        chat = None if scripted else agent.chat
-        lines = [line for episode in whole for line in to_lines(episode, chat)]
+        lines = [line for episode in whole for line in to_lines(episode)]
         with Path(self.out).open("x", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
         failed = sum(episode.failed for episode in played)
@@ -191,7 +189,7 @@ async def _judge(name: str, groups: Sequence[Group]) -> list[Group]:
     return await asyncio.gather(*(score_group([(reward, 1.0)], None, group) for group in groups))
 
 
-def to_lines(episode: Episode, chat: ChatTokenizer | None) -> list[str]:
+def to_lines(episode: Episode) -> list[str]:
     """Returns the conversations of an episode as lines of a file.
 
     The turns of an environment are one conversation. Where the environment gives the whole
@@ -203,7 +201,7 @@ def to_lines(episode: Episode, chat: ChatTokenizer | None) -> list[str]:
     first = episode.reset.messages
     is_whole = bool(first) and first[-1].role != "assistant"
     if not is_whole and not any(turn.info.messages for turn in episode.turns):
-        return [_line(episode, _messages(episode, chat), episode.prompt.tools)]
+        return [_line(episode, _messages(episode), episode.prompt.tools)]
     infos = [turn.info for turn in episode.turns[:-1]]
     requests: list[ResetInfo | StepInfo] = [episode.reset, *infos]
     parents = set(episode.parents)
@@ -215,12 +213,12 @@ def to_lines(episode: Episode, chat: ChatTokenizer | None) -> list[str]:
             logger.warning("A turn that follows a refused request is not recorded.")
             continue
         tools = tuple(request.tools or ())
-        answer = _answer(turn, tools, chat, request.stop)
+        answer = _answer(turn, tools)
         lines.append(_line(episode, (*request.messages, answer), tools, agent=request.agent))
     return lines
 
 
-def _messages(episode: Episode, chat: ChatTokenizer | None) -> list[Message]:
+def _messages(episode: Episode) -> list[Message]:
     """Returns the conversation of an episode of a text environment."""
     from gspo_env.chat.transcript import first_messages
     from gspo_env.types import Message
@@ -231,24 +229,19 @@ def _messages(episode: Episode, chat: ChatTokenizer | None) -> list[Message]:
             role = episode.turns[k - 1].info.observation_role
             call = f"call_{k - 1}_0" if role == "tool" else None
             messages.append(Message(role=role, content=turn.observation, tool_call_id=call))
-        answer = _answer(turn, episode.prompt.tools, chat)
+        answer = _answer(turn, episode.prompt.tools)
         calls = [replace(call, id=f"call_{k}_{n}") for n, call in enumerate(answer.tool_calls)]
         messages.append(replace(answer, tool_calls=tuple(calls)))
     return messages
 
 
-def _answer(
-    turn: Turn, tools: Sequence[Tool], chat: ChatTokenizer | None, stop: tuple[str, ...] = ()
-) -> Message:
-    """Returns the action of a turn as a message; `chat` parses what a model sampled."""
+def _answer(turn: Turn, tools: Sequence[Tool]) -> Message:
+    """Returns the action of a turn as a message."""
     from gspo_env.env.base import clean
     from gspo_env.tool_calls import read_action
 
-    message = None
-    if chat is not None:
-        ids = turn.action_ids
-        message = chat.parser.parse(ids, chat.stop_ids, turn.prompt_ids, tools, stop).message
-    return read_action(clean(turn.text), tools, message, in_reasoning=turn.in_reasoning)[0]
+    text = clean(turn.text)
+    return read_action(text, tools, turn.message, in_reasoning=turn.in_reasoning)[0]
 
 
 def _line(episode: Episode, messages: Sequence[Message], tools: Sequence[Tool], **more: Any) -> str:

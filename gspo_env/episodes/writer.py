@@ -346,6 +346,7 @@ def tool_calls(turn: Turn, tools: Sequence[Any]) -> list[dict[str, Any]]:
     calls = parse_tool_calls(
         turn.text,
         [tool for tool in tools if isinstance(tool, Tool)],
+        turn.message,
         in_reasoning=turn.in_reasoning,
     )
     return [

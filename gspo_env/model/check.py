@@ -150,7 +150,9 @@ class ModelProbe:
             self.own_attention = "sdpa"
         self.device = next(model.parameters()).device
         vocabulary = self._ids = usable_ids(model)
-        ids = np.random.default_rng(0).integers(min(3, vocabulary - 1), vocabulary, LONG + SHORT)
+        unused = getattr(model.config.get_text_config(), "unused_ids", ())
+        known = np.setdiff1d(np.arange(min(3, vocabulary - 1), vocabulary), unused)
+        ids = known[np.random.default_rng(0).integers(0, len(known), LONG + SHORT)]
         ids[LONG : LONG + SHARED_TOKENS] = ids[:SHARED_TOKENS]
         self.ids = np.split(ids, [LONG])
         self._samples = [

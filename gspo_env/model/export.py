@@ -79,7 +79,7 @@ class Exporter:
     @property
     def is_padded(self) -> bool:
         """Whether the model has ids that its tokenizer has not; engines get none of them."""
-        return bool(self._padded)
+        return bool(self._padded or getattr(self.config.get_text_config(), "unused_ids", ()))
 
     def weights(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights that the exported config expects."""

@@ -354,6 +354,7 @@ class EpisodeRun:
             logprobs=move.logprobs,
             text=move.text,
             in_reasoning=move.in_reasoning,
+            message=move.message,
             observation=before,
             reward=reward,
             info=StepInfo() if info is None else info,

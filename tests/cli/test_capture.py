@@ -1,6 +1,5 @@
 """`gspo-env capture` with a real program, a real model and the address between them."""
 
-import copy
 import json
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from runs import tiny
 from turns import episode
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.cli.capture import to_lines
 from gspo_env.cli.main import main
 from gspo_env.env.registration import load_agent
@@ -155,14 +153,10 @@ def test_a_judge_ranks_the_samples_of_a_task_where_there_is_no_reward(files, tmp
     assert set(rewards) <= {0.2, 0.9}
 
 
-def test_an_answer_is_recorded_as_the_program_received_it(chat):
-    """As the tokenizer's response template parses it, and as `Program-v0` answers with it."""
-    tokenizer = copy.deepcopy(chat.tokenizer)
-    tokenizer.response_template = {}
-    tokenizer.parse_response = lambda text, prefix, tools: {"content": text[:5].upper()}
-    chat = ChatTokenizer(tokenizer)
-    ids = (*chat.encode("amber"), chat.stop_ids[0])
+def test_an_answer_is_recorded_as_the_program_received_it():
+    """As the tokenizer's response template has parsed it."""
+    parsed = Message(role="assistant", content="AMBER")
     asked = ResetInfo(messages=(Message(role="user", content="hi"),))
-    played = Turn(text="amber", observation="hi", reward=0.0, action_ids=ids)
-    (line,) = to_lines(episode(played, reset=asked), chat)
+    played = Turn(text="amber", observation="hi", reward=0.0, message=parsed)
+    (line,) = to_lines(episode(played, reset=asked))
     assert json.loads(line)["messages"][-1]["content"] == "AMBER"

@@ -13,10 +13,12 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
+from gspo_env.engines import Sampling
 from gspo_env.engines.vllm.local import VLLM, VLLMEngine
 from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
 from gspo_env.errors import EngineError
 from gspo_env.model.export import named_weights
+from gspo_env.model.unused import hide
 from gspo_env.training.weight_check import HALF_TOLERANCE, difference
 
 pytestmark = pytest.mark.vllm
@@ -103,6 +105,22 @@ def test_changed_weights_reach_the_engine(start, name):
         assert differs(engine, model) > 1e-2
         sync(engine, named_weights(model))
         assert differs(engine, model) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [VLLMEngine, VLLMServerEngine])
+def test_ids_that_the_tokenizer_lacks_are_not_sampled(start, kind):
+    model = tiny("Mixtral")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[50:90] *= 4
+    hide(model, range(50, 90))
+    config = EAGER if kind is VLLMEngine else VLLMServer(enforce_eager=True)
+    engine = start(model, kind, config)
+    for _ in range(2):
+        done = asyncio.run(engine.generate([9, 8, 7], Sampling(max_tokens=60, seed=1)))
+        assert not set(done.token_ids) & set(range(50, 90))
+        assert differs(engine, model) < 1e-5
+        perturb(model)
+        sync(engine, named_weights(model))
 
 
 def test_changed_experts_reach_servers(start):

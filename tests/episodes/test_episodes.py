@@ -24,7 +24,7 @@ from gspo_env.errors import OutputError
 from gspo_env.learner import GSPO, Learner, LearnerConfig, TokenValues
 from gspo_env.report.traces import traces
 from gspo_env.rollout.metrics import Evaluation
-from gspo_env.types import Group, Message, Prompt, StepInfo, StopReason, Task
+from gspo_env.types import Group, Message, Prompt, StepInfo, StopReason, Task, ToolCall
 
 ROOT = Path(__file__).parents[2]
 
@@ -243,6 +243,14 @@ def test_tool_calls_and_malformed_ones_are_columns():
     good, bad = json.loads(record.turns[0].tool_calls or "")
     assert good == {"name": "f", "arguments": {"x": 1}}
     assert "not valid JSON" in bad["error"]
+
+
+def test_calls_that_only_the_response_template_reads_are_columns_too():
+    said = Message(
+        role="assistant", content="", tool_calls=(ToolCall(name="f", arguments={"x": 1}),)
+    )
+    (record,) = kept(episode(turn(text="@f x=1", message=said)))
+    assert json.loads(record.turns[0].tool_calls) == [{"name": "f", "arguments": {"x": 1}}]
 
 
 @given(

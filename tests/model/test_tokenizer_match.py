@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 import logging
 
 import numpy as np
 import pytest
 import torch
 from chat_families import FAMILIES
+from peft import LoraConfig, get_peft_model
+from runs import tiny
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from gspo_agents.frozen import FrozenAgent
 from gspo_agents.gspo import GSPOAgent
@@ -31,6 +37,88 @@ def model_for(tokenizer, padding=PADDING):
     torch.manual_seed(0)
     shape = Tiny(hidden_size=32, initializer_range=0.02)
     return build_model(shape, len(tokenizer) + padding, tokenizer.eos_token_id, 0)
+
+
+def without_ids(tokenizer, first, count):
+    """The same tokenizer with ids from `first` moved up, so that it lacks as many before them."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = tokenizer.get_vocab()
+    state["model"]["vocab"] = {t: i + count * (i >= first) for t, i in vocabulary.items()}
+    for token in state["added_tokens"]:
+        token["id"] = state["model"]["vocab"][token["content"]]
+    result = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)), **tokenizer.special_tokens_map
+    )
+    result.chat_template = tokenizer.chat_template
+    return result
+
+
+@pytest.fixture
+def sparse():
+    """A tokenizer that lacks 40 ids below those of its control tokens."""
+    whole = FAMILIES["qwen3"]()
+    sparse = without_ids(whole, len(whole) - 20, PADDING)
+    assert (len(sparse), max(sparse.get_vocab().values())) == (len(whole), len(whole) + PADDING - 1)
+    return sparse
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("engine", [TransformersEngine, UnbatchedEngine])
+def test_ids_that_the_tokenizer_lacks_between_others_have_no_probability(
+    sparse, caplog, engine, adapter
+):
+    first, size = len(sparse) - 20, len(sparse) + PADDING
+    model = model_for(sparse)
+    lacking = range(first, first + PADDING)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[first : first + PADDING] += 1
+    if adapter:
+        config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        model = get_peft_model(model, config)
+    plain = copy.deepcopy(model)
+    with caplog.at_level(logging.INFO, "gspo_env"):
+        match_tokenizer(model, sparse)
+    assert f"{size} ids and its tokenizer {len(sparse)}: the others are never" in caplog.text
+    for temperature in (1.0, 0.7):
+        model.set_attn_implementation("sdpa")
+        done = generate(engine, model, [1, 2, 3], temperature)
+        assert not set(done.token_ids) & set(lacking)
+        trained = scores(model, done, temperature)
+        np.testing.assert_allclose(trained, done.logprobs, atol=2e-5)
+        plain.set_attn_implementation("sdpa")
+        ids = torch.tensor([[1, 2, 3, *done.token_ids]])
+        logits = plain(ids).logits[0, 2:-1] / temperature
+        logits[:, first : first + PADDING] = -torch.inf
+        expected = logits.log_softmax(-1).gather(-1, ids[0, 3:, None])[:, 0]
+        np.testing.assert_allclose(trained, expected.detach().numpy(), atol=2e-5)
+    assert Exporter(model, untie=True).is_padded
+
+
+def scores(model, done, temperature):
+    ids = np.array([1, 2, 3, *done.token_ids])
+    turns = np.r_[-np.ones(3, dtype=np.int64), np.zeros(len(ids) - 3, dtype=np.int64)]
+    sample = Sample(token_ids=ids, turn_ids=turns, advantages=np.zeros(len(ids) - 3))
+    learner = Learner(model, GSPO(), LearnerConfig(), total_steps=1, temperature=temperature)
+    return learner.logprobs(learner.pack([sample])).detach().numpy()
+
+
+def test_a_model_whose_tokenizer_lacks_ids_is_trained_saved_and_has_finite_entropies(
+    sparse, tmp_path
+):
+    save_model(model_for(sparse), sparse, tmp_path / "model")
+    settings = {
+        "model": str(tmp_path / "model"),
+        "env": "gspo/Lookup-v0",
+        "output": str(tmp_path / "run"),
+        "tasks_per_step": 2,
+        "steps": 1,
+        "rollout": {"max_turn_tokens": 8, "max_context": 1024},
+    }
+    agent = GSPOAgent(config=tiny(**settings))
+    assert set(sparse.convert_tokens_to_ids(["<|im_end|>"])) <= set(agent.chat.stop_ids)
+    entropies = [m["train/entropy"] for _, m in agent.train() if "train/entropy" in m]
+    assert entropies
+    assert np.isfinite(entropies).all()
 
 
 @pytest.fixture

@@ -5,11 +5,14 @@ vLLM imports this module in each of its workers, so that it imports only torch.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,6 +23,7 @@ class CheckedWorker:
 
     get_model: Any
     reload_weights: Any
+    model_config: Any
 
     def load_checked(
         self, weights: Iterable[tuple[str, Tensor]] | None = None, folder: str = ""
@@ -37,6 +41,9 @@ class CheckedWorker:
     def start_checking(self) -> None:
         """Watches which weights the model loads, until `stop_checking`."""
         model = self.get_model()
+        unused = getattr(self.model_config.hf_text_config, "unused_ids", ())
+        if unused and "compute_logits" not in vars(model):
+            model.compute_logits = partial(_logits, model.compute_logits, tuple(unused))
         if next(model.parameters()).device.type == "cpu":
             _forget_packed_experts(model)
         model.__dict__.pop("load_weights", None)  # of an update that failed
@@ -46,6 +53,14 @@ class CheckedWorker:
         """Returns the names of the weights that the model did not read, and of its stale ones."""
         watch = self.get_model().__dict__.pop("load_weights")
         return {"unread": sorted(watch.unread), "stale": sorted(watch.stale)}
+
+
+def _logits(compute: Any, unused: tuple[int, ...], *inputs: Any, **options: Any) -> Any:
+    """Computes logits in which the ids that the tokenizer lacks have no probability."""
+    logits = compute(*inputs, **options)
+    if logits is None:  # of another rank
+        return None
+    return logits.index_fill(-1, torch.tensor(unused, device=logits.device), -math.inf)
 
 
 class _Watch:
