@@ -151,8 +151,8 @@ class ModelProbe:
         self.device = next(model.parameters()).device
         vocabulary = self._ids = usable_ids(model)
         unused = getattr(model.config.get_text_config(), "unused_ids", ())
-        known = np.setdiff1d(np.arange(min(3, vocabulary - 1), vocabulary), unused)
-        ids = known[np.random.default_rng(0).integers(0, len(known), LONG + SHORT)]
+        used_ids = np.setdiff1d(np.arange(min(3, vocabulary - 1), vocabulary), unused)
+        ids = used_ids[np.random.default_rng(0).integers(0, len(used_ids), LONG + SHORT)]
         ids[LONG : LONG + SHARED_TOKENS] = ids[:SHARED_TOKENS]
         self.ids = np.split(ids, [LONG])
         self._samples = [

@@ -164,27 +164,28 @@ def match_tokenizer(model: Any, tokenizer: Any) -> tuple[int, ...]:
     Raises:
         ModelError: A token has no embedding.
     """
-    size, known = model.get_input_embeddings().num_embeddings, set(tokenizer.get_vocab().values())
+    size = model.get_input_embeddings().num_embeddings
+    vocabulary = set(tokenizer.get_vocab().values())
     special = set(tokenizer.all_special_tokens)  # which may be unused, such as one for padding
     if beyond := {t for t, i in tokenizer.get_vocab().items() if i >= size} - special:
         raise ModelError(f"the tokenizer has {min(beyond)!r}, for which the model has no embedding")
-    config, highest = model.config.get_text_config(), max(known)
+    config, highest = model.config.get_text_config(), max(vocabulary)
     if highest + 1 < size:
         config.usable_vocab_size = highest + 1
-    if unused := sorted(set(range(min(highest, size))) - known):
+    if unused := sorted(set(range(min(highest, size))) - vocabulary):
         load_function("gspo_env.model.unused:hide", "ids")(model, unused)
     if highest + 1 < size or unused:
         logger.info(
             "The model has %d ids and its tokenizer %d: the others are never sampled.",
             size,
-            len(known),
+            len(vocabulary),
         )
     settings = [getattr(model, "generation_config", None), config]
     ends: set[int] = set()
     for ids in (getattr(each, "eos_token_id", None) for each in settings):
         one = [ids] if isinstance(ids, int) and ids in tokenizer.added_tokens_decoder else []
         ends.update(ids if isinstance(ids, (list, tuple)) else one)
-    return tuple(sorted(ends & known))
+    return tuple(sorted(ends & vocabulary))
 
 
 def load_tokenizer(name: str) -> Any:
