@@ -36,6 +36,9 @@ REASONING = {
     "<|channel|>analysis<|message|>": "<|end|>",
     "to=self<|message|>": "<|eom|>",
     "<|START_THINKING|>": "<|END_THINKING|>",
+    "\u25c1think\u25b7": "\u25c1/think\u25b7",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
 }
 """The marks around reasoning."""
 MARKS = (
@@ -207,15 +210,19 @@ def split_reasoning(text: str, in_reasoning: bool = False) -> tuple[str | None, 
         >>> split_reasoning("<think>two links</think>stone")
         ('two links', 'stone')
     """
-    start = text.lstrip()
-    mark = next(filter(start.startswith, REASONING), "")
-    if not mark and not in_reasoning:
-        return None, text
-    ends = [REASONING[mark]] if mark else REASONING.values()
-    thought = start.removeprefix(mark)
-    place, end = min(((thought.find(e), e) for e in ends if e in thought), default=(None, ""))
-    rest = None if place is None else thought[place + len(end) :].lstrip("\n")
-    return thought[:place].strip("\n"), rest
+    thoughts: list[str] = []
+    while True:
+        start = text.lstrip()
+        mark = next(filter(start.startswith, REASONING), "")
+        if not mark and not in_reasoning:
+            return "\n".join(filter(None, thoughts)) if thoughts else None, text
+        ends = [REASONING[mark]] if mark else REASONING.values()
+        thought = start.removeprefix(mark)
+        place, end = min(((thought.find(e), e) for e in ends if e in thought), default=(None, ""))
+        thoughts.append(thought[:place].strip("\n"))
+        if place is None:
+            return "\n".join(filter(None, thoughts)), None
+        text, in_reasoning = thought[place + len(end) :].lstrip("\n"), False
 
 
 def levels(tree: Any) -> Iterator[list[Any]]:

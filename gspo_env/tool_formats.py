@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from gspo_env.tool_calls import (
     BARS,
@@ -95,6 +96,12 @@ _KINDS: Mapping[type, str] = {
     dict: "object",
     type(None): "null",
 }
+_SPELLINGS = {
+    **{kind: kind for kind in _KINDS.values()},
+    **{"str": "string", "int": "integer", "float": "number", "double": "number"},
+    **{"bool": "boolean", "list": "array", "tuple": "array", "dict": "object", "none": "null"},
+}
+"""The JSON type that each name of a type means, in lower case; others say nothing."""
 _BARE = re.compile(r"^[ \t]*(?=[{\[])", re.MULTILINE)
 _FENCE = re.compile(r"```\w*[ \t]*\n(?=\s*[{\[][^`]*```\Z)")
 """The start of a block of code with JSON or Python that ends a text."""
@@ -105,6 +112,8 @@ _BROKEN = re.compile(
     r"|\[\s*([\w.-]+)\("
 )
 """The start of a call in JSON or Python, with its name."""
+_TYPED = {"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf"}
+"""Keywords that say something of the type."""
 _GLM_KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
 _AFTER_GLM_VALUE = ("<arg_key>", END_OF_HERMES)
 _END_OF_IFM, _IFM = (
@@ -336,6 +345,8 @@ def _child(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
             return properties[key]
         if key == _ITEM and "items" in part:
             return part["items"]
+        if isinstance(part.get("additionalProperties"), Mapping) and key != _ITEM:
+            return part["additionalProperties"]
     return None
 
 
@@ -396,8 +407,11 @@ def _kinds(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], list[Any]]:
     for part in _alternatives(schema, root):
         kind, values = part.get("type"), part.get("enum", [part["const"]] if "const" in part else 0)
         constants += values if isinstance(values, list) else []
-        if isinstance(kind, (str, list)):
-            kinds |= {kind} if isinstance(kind, str) else {k for k in kind if isinstance(k, str)}
+        names = {
+            _SPELLINGS.get(str(k).lower()) for k in (kind if isinstance(kind, list) else [kind])
+        }
+        if kind is not None and None not in names:
+            kinds |= {n for n in names if n} | ({"null"} if part.get("nullable") is True else set())
         elif isinstance(values, list):
             kinds |= {_KINDS.get(type(value), "object") for value in values}
         else:
@@ -417,6 +431,9 @@ def _alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str,
             yield {}
             continue
         options = [part.get(key) for key in ("anyOf", "oneOf", "allOf")]
+        if isinstance(options[2], list):  # a part that says nothing of the type limits no other
+            typed = [p for p in options[2] if isinstance(p, Mapping) and _TYPED & p.keys()]
+            options[2] = typed or options[2]
         alternatives = [each for option in options if isinstance(option, list) for each in option]
         if isinstance(reference := part.get("$ref"), str):
             parts.append(_resolve(reference, root))
@@ -428,7 +445,8 @@ def _alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str,
 
 def _resolve(reference: str, root: Any) -> Any:
     """Returns the part of a schema that `#/...` refers to; None if there is none."""
-    for name in reference.removeprefix("#").split("/")[1:]:
+    for name in unquote(reference.removeprefix("#")).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
         root = root.get(name) if isinstance(root, Mapping) else None
     return root if reference.startswith("#") else None
 
@@ -438,9 +456,17 @@ def _literal(source: str | ast.expr) -> Any:
     if isinstance(source, str) and len(source) > _LONGEST_LITERAL:
         return source
     try:
-        return json.loads(json.dumps(ast.literal_eval(source), allow_nan=False))
+        tree = ast.parse(source.strip(), mode="eval") if isinstance(source, str) else source
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Dict) and len(set(map(_dump, node.keys))) < len(node.keys):
+                return source  # it has a key twice
+        return json.loads(json.dumps(ast.literal_eval(tree), allow_nan=False))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return source
+
+
+def _dump(key: ast.expr | None) -> str:
+    return "" if key is None else ast.dump(key)
 
 
 def _to_python(token: re.Match[str]) -> str:

@@ -217,6 +217,16 @@ TYPED = [
     ({}, "644", 644),
     ({}, '"644"', '"644"'),
     ({"anyOf": [{}, {"type": "integer"}]}, "x", "x"),
+    ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "1", "1"),
+    ({"type": "STRING"}, "1", "1"),
+    ({"type": "dict"}, '{"a": 1}', {"a": 1}),
+    ({"type": "float"}, "1.5", 1.5),
+    ({"type": ["str", "int"]}, "1", "1"),
+    ({"type": "any"}, "x", "x"),
+    ({"type": "integer", "nullable": True}, "null", None),
+    ({"$ref": "#/$defs/a~1b%20c"}, "1", "1"),
+    ({"type": "array"}, '[{"a": 1, "a": 2}]', ToolCallError),
+    ({"type": "object"}, "{'a': 1, 'a': 2}", ToolCallError),
     ({"$ref": "#/$defs/loop"}, "x", "x"),
     ({"$ref": "elsewhere"}, "5", 5),
     ({}, "None", None),
@@ -232,8 +242,10 @@ def test_an_xml_argument_is_what_its_schema_allows_or_malformed(schema, text, va
     loop = {"anyOf": [{"$ref": "#/$defs/loop"}, {}]}
     parameters = {
         "properties": {"key": schema},
-        "$defs": {"word": {"type": "string"}, "loop": loop},
+        "$defs": {"word": {"type": "string"}, "loop": loop, "a/b c": {"type": "string"}},
     }
+    if schema is WORD:
+        parameters |= {"properties": {}, "additionalProperties": schema}
     tools = [dataclasses.replace(look, parameters=parameters)]
     for action in (
         f"<tool_call>\n<function=f>\n<parameter=key>\n{text}\n</parameter>\n</function>\n</tool_call>",
@@ -698,6 +710,9 @@ def test_json_or_xml_that_is_an_answer_is_no_call():
                 ("<|channel|>analysis<|message|>", "<|end|>"),
                 (" to=self<|message|>", "<|eom|>"),
                 ("<|START_THINKING|>", "<|END_THINKING|>"),
+                ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+                ("<|inner_prefix|>", "<|inner_suffix|>"),
+                ("<think></think>\n\n<think>", "</think>"),
             ]
         ),
     ],

@@ -180,11 +180,16 @@ class ActionParser:
         places = [(body.find(text), text) for text in stop if text in body]
         place, stop_text = min(places, default=(len(body), None))
         body = body[:place]
-        content, reasoning = body, None
+        content, opened = body, is_open
+        reasoning: str | None = None
         start, end = map(encoder.to_rendering, ("<think>", "</think>"))
-        thought, tag, rest = body.partition(end)
-        if tag and self.splits_reasoning and (is_open or body.lstrip().startswith(start)):
-            content, reasoning = rest.lstrip("\n"), thought.rpartition(start)[2].strip("\n")
+        while self.splits_reasoning and end in content:
+            if not opened and not content.lstrip().startswith(start):
+                break
+            thought, _, rest = content.partition(end)
+            thoughts = [reasoning, thought.rpartition(start)[2].strip("\n")]
+            content, reasoning = rest.lstrip("\n"), "\n".join(filter(None, thoughts))
+            opened = False
         return ParsedAction(
             rendering=rendering,
             body=body,
