@@ -92,18 +92,31 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
     return time.process_time() - started
 
 
-def make_model(size: str) -> Any:
-    """Makes a Qwen3 with random weights: `small` has 0.9 M parameters, `large` 100 M.
+def device_seconds(work: Callable[[], Any]) -> float:
+    """Measures the seconds of one call: those of the clock with a GPU, else of the processor."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return cpu_seconds(work)
+    return seconds(lambda: (work(), torch.cuda.synchronize()))
+
+
+def make_model(size: str, dtype: str = "float32") -> Any:
+    """Makes a Qwen3 with random weights: `small` has 0.9 M parameters, `large` 100 M, `0.6B` 596 M.
 
     Other names are models that `--model` takes.
     """
+    import torch
+
     if size == "small":
-        return random_qwen3(128, 4, 664)
+        return random_qwen3(128, 4, 664).to(getattr(torch, dtype))
     if size == "large":
-        return random_qwen3(768, 12, 16_384)
+        return random_qwen3(768, 12, 16_384).to(getattr(torch, dtype))
+    if size == "0.6B":  # the shape of Qwen3-0.6B
+        return random_qwen3(1024, 28, 151_936, head_dim=128).to(getattr(torch, dtype))
     from gspo_env.model.load import load_model
 
-    return load_model(size, "float32")[0]
+    return load_model(size, dtype)[0]
 
 
 def random_qwen3(hidden: int, layers: int, vocabulary: int, **shape: Any) -> Any:

@@ -224,7 +224,7 @@ def counted(work: Callable[[], Any]) -> int:
             work()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    lines = [w for w in caught if "synchroniz" in str(w.message)]
+    lines = [w for w in caught if "called a synchronizing" in str(w.message)]
     for warning in lines[:20]:
         print(f"    {warning.filename}:{warning.lineno}")
     return len(lines)

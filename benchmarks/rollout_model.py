@@ -9,7 +9,7 @@ computes each prompt once and keeps log-probabilities; `generate` of `transforme
 without vLLM, does neither. PYTHON is the interpreter of an environment that has vLLM, which returns
 log-probabilities and runs in child processes, eager and compiled. All programs alternate.
 
-With one thread, the times are seconds of the processor; with more, of the clock.
+With one thread, the times are seconds of the processor; with more, or a GPU, of the clock.
 """
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ def make_prompts(tokenizer: Any, count: int, length: int) -> Ids:
 
 
 def clock(threads: int) -> float:
-    """Returns seconds of the processor for one thread, else of the clock."""
-    return time.process_time() if threads == 1 else time.perf_counter()
+    """Returns seconds of the processor for one thread, else, or with a GPU, of the clock."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    elif threads == 1:
+        return time.process_time()
+    return time.perf_counter()
 
 
 def sample_ours(engine: TransformersEngine, prompts: Ids, group: int, new: int) -> None:
@@ -70,7 +74,8 @@ def sample_plainly(model: Any, prompts: Ids, group: int, new: int) -> None:
     """Samples in a loop; each prompt is computed once."""
     cache, options = DynamicCache(), {"use_cache": True, "logits_to_keep": 1}
     with torch.inference_mode():
-        out = model(input_ids=torch.tensor(prompts), past_key_values=cache, **options)
+        ids = torch.tensor(prompts, device=model.device)
+        out = model(input_ids=ids, past_key_values=cache, **options)
         cache.batch_repeat_interleave(group)
         logits = out.logits.repeat_interleave(group, 0)
         for n in range(new):
@@ -83,7 +88,7 @@ def sample_plainly(model: Any, prompts: Ids, group: int, new: int) -> None:
 
 def generate(model: Any, prompts: Ids, group: int, new: int) -> None:
     """Samples with `generate`."""
-    ids = torch.tensor(prompts).repeat_interleave(group, 0)
+    ids = torch.tensor(prompts, device=model.device).repeat_interleave(group, 0)
     lengths = {"max_new_tokens": new, "min_new_tokens": new}
     with torch.inference_mode():
         model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, **lengths)
@@ -133,6 +138,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model, tokenizer = load_model(arguments.model, arguments.dtype)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     plain = copy.deepcopy(model.eval())
     plain.set_attn_implementation("sdpa")
     rows = arguments.prompts * arguments.group
@@ -165,7 +171,12 @@ def main() -> None:
         columns = alternate(arguments.rounds, *programs.values())
         for child in children.values():
             child.close()
-    print(f"{arguments}\n{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else torch.backends.cpu.get_cpu_capability()
+    )
+    print(f"{arguments}\n{device}, torch {torch.__version__}")
     for name, rates in zip(programs, columns, strict=True):
         show(name, rates, "tokens/s")
         ratio = median(ours / other for ours, other in zip(columns[0], rates, strict=True))

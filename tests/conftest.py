@@ -20,6 +20,7 @@ from gspo_env.recipes.build import build, build_model, build_tokenizer, imitatio
 from gspo_env.recipes.tiny import Tiny
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are as many test processes as cores
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the numbers that tests expect are a CPU's
 hypothesis.settings.register_profile("shared", deadline=None)  # other programs may be running
 hypothesis.settings.load_profile("shared")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,8 @@ import flash_reference
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from gspo_env.engines.embedded import graphs
 
 CUDA = torch.device("cuda:0")
 FREE_MEMORY = (20 * 2**30, 24 * 2**30)
@@ -51,11 +53,24 @@ class Device:
     uploads: Counter[str] = field(default_factory=Counter)
     """Place of each copy from pinned memory, which does not wait."""
     kernels: Counter[str] = field(default_factory=Counter)
+    replays: list[int] = field(default_factory=list)
+    """How often each CUDA graph ran."""
 
     def clear(self) -> None:
         """Forgets everything."""
-        for counter in (self.waits, self.uploads, self.kernels):
-            counter.clear()
+        for each in (self.waits, self.uploads, self.kernels, self.replays):
+            each.clear()
+
+    def capture(self, compute: Callable[[], torch.Tensor], pool: Any) -> Any:
+        """Stands in for a CUDA graph: computes anew whenever it runs."""
+        self.replays.append(0)
+        graph = len(self.replays) - 1
+
+        def replay() -> torch.Tensor:
+            self.replays[graph] += 1
+            return compute()
+
+        return replay, pool
 
 
 class PretendTensor(torch.Tensor):
@@ -362,6 +377,7 @@ def pretend_gpu() -> Iterator[Device]:
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
             (torch.cuda, "get_device_name", lambda *_: "Pretend 9000"),
             (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+            (graphs, "captured", gpu.capture),
             (torch.cuda, "mem_get_info", lambda *_: FREE_MEMORY),
             (torch.backends.cuda, "is_flash_attention_available", lambda: True),
         ):

@@ -95,11 +95,15 @@ def sdpa(
 ) -> Tensor:
     """Runs `scaled_dot_product_attention` with grouped queries; (B, H, L, D) each.
 
-    On a CPU it is float32 at least, because the kernel takes longer in half precision.
+    On a CPU it is float32 at least, because the kernel takes longer in half precision. On a GPU the
+    keys and values of a group are repeated, because the kernels for masks and float32 take none.
     """
     grouped, dtype = query.shape[1] != key.shape[1], query.dtype
     if query.device.type == "cpu":
         query, key, value = map(widened, (query, key, value))
+    elif grouped:
+        groups, grouped = query.shape[1] // key.shape[1], False
+        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     ).to(dtype)
@@ -183,7 +187,7 @@ class PackedAttention:
             return varlen.attend(q, k, v, self._spans, scale, window)
         outputs = []
         for index in self._buckets:
-            q_B, k_B, v_B = (_take(tensor, index) for tensor in (q, k, v))
+            q_B, k_B, v_B = (take(tensor, index) for tensor in (q, k, v))
             band = _band(index.shape[1], window, q.device)
             outputs.append(sdpa(q_B, k_B, v_B, scale, band, causal=band is None))
         return self.unpadded(outputs)
@@ -238,7 +242,7 @@ def buckets(sizes: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
     return np.split(order, cuts[1:])
 
 
-def _take(tensor: Tensor, index: Tensor) -> Tensor:
+def take(tensor: Tensor, index: Tensor) -> Tensor:
     """Converts (T, H, D) and (B, L) to (B, H, L, D)."""
     picked = tensor.index_select(0, index.flatten())
     return picked.unflatten(0, index.shape).transpose(1, 2)  # type: ignore[no-untyped-call, no-any-return]

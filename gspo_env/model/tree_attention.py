@@ -26,6 +26,7 @@ from gspo_env.model.attention import (
     is_half,
     padded_length,
     sdpa,
+    take,
     widened,
 )
 
@@ -96,8 +97,7 @@ class TreeAttention(PackedAttention):
         parts = []
         path_buckets, restore = self._path_buckets
         for index, path, position in path_buckets:
-            q = query[index].transpose(1, 2)
-            k, v = key[path].transpose(1, 2), value[path].transpose(1, 2)
+            q, k, v = take(query, index), take(key, path), take(value, path)
             distance = position[:, :, None] - torch.arange(path.shape[1], device=path.device)
             visible = (distance >= 0) & (distance < (window or self._longest + 1))
             out = sdpa(q, k, v, scale, visible[:, None], causal=False)

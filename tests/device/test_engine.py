@@ -6,7 +6,9 @@ import asyncio
 import copy
 import random
 
+import architectures
 import pytest
+import torch
 from device_cases import experts, hybrid
 from pretend_device import pretend_gpu
 
@@ -58,11 +60,14 @@ def numbers(played):
     return [d.token_ids for d in done], [x for d in done for x in d.logprobs]
 
 
-def test_episodes_are_those_of_the_cpu(model):
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 8}])
+def test_episodes_are_those_of_the_cpu(options):
+    model = architectures.build("Mistral", vocab_size=260, **options)
     ids, logprobs = numbers(played(batched(copy.deepcopy(model))))
-    with pretend_gpu():
+    with pretend_gpu() as gpu:
         there, found = numbers(played(batched(copy.deepcopy(model).to("cuda"))))
     assert there == ids
+    assert sum(gpu.replays) > 3 * len(gpu.replays)
     # the CPU multiplies with other kernels, so the last bits differ
     assert found == pytest.approx(logprobs, rel=1e-5, abs=1e-6)
 
@@ -85,3 +90,42 @@ def test_the_check_at_start_finds_the_same_way(make):
         there = check_model(copy.deepcopy(model).to("cuda"))
     assert (there.mode, there.padded) == (here.mode, here.padded)
     assert there.bound == pytest.approx(here.bound)
+
+
+def test_graphs_follow_moved_weights_and_make_way_for_hooks():
+    model = architectures.build("Mistral", vocab_size=260)
+
+    def moved(engine):
+        with torch.no_grad():
+            for layer in engine.model.model.layers:
+                weight = layer.self_attn.q_proj.weight
+                layer.self_attn.q_proj.weight = torch.nn.Parameter(2 * weight)
+
+    def hooked(engine):
+        calls = []
+        engine.model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+        return calls
+
+    def actions(device):
+        copied = copy.deepcopy(model).to(device)
+        engine = batched(copied)
+        engine.model = copied
+        sampled, calls = [], []
+
+        async def play():
+            for change in (None, moved, hooked):
+                calls.append(change and change(engine))
+                await engine.update_weights([], len(calls))
+                drawn = [
+                    engine.generate([5, 6, n], Sampling(max_tokens=12, seed=n)) for n in range(3)
+                ]
+                sampled.append([d.token_ids for d in await asyncio.gather(*drawn)])
+
+        asyncio.run(play())
+        return sampled, len(calls[-1])
+
+    expected, _ = actions("cpu")
+    with pretend_gpu() as gpu:
+        assert actions("cuda") == (expected, 12)
+    assert len(gpu.replays) == 2
+    assert expected[0] != expected[1]

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _PLAIN = {f"transformers.models.{m}.modeling_{m}" for m in ("llama", "qwen2", "qwen3")}
 """Modules of the models that the pass is written for."""
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles follow from the position alone."""
 _BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.3}
 """Largest difference of a log-probability, in nats, from the model's own pass; the mean over ids in
@@ -97,7 +97,7 @@ class DirectForward:
                 return False
         rope = getattr(model.model.rotary_emb, "rope_type", None)
         plain_embedding = type(model.model.embed_tokens) is nn.Embedding
-        return plain_embedding and model.config.hidden_act == "silu" and rope in _STATIC_ROPE
+        return plain_embedding and model.config.hidden_act == "silu" and rope in STATIC_ROPE
 
     @property
     def usable(self) -> bool:

@@ -116,6 +116,7 @@ class TransformersEngine(Engine):
             self._direct = None  # such as after an adapter was added
         if self._direct is not None:
             self._direct.forget()
+        self._cache.check_weights()
         self._sequences.clear()
         self.weights_version = version
 
@@ -127,6 +128,7 @@ class TransformersEngine(Engine):
         self._sequences.forget()
         if self._direct is not None:
             self._direct.forget()
+        self._cache.check_weights()
         for request in self._requests():
             request.versions.append((version, len(request.token_ids)))
         self.weights_version = version

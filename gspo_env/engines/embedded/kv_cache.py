@@ -18,6 +18,7 @@ from gspo_env.engines.embedded.kv_attention import Queries
 from gspo_env.engines.embedded.prefix_attention import common_prefix
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import padded_length
+from gspo_env.registry import load_function
 from gspo_env.types import IntArray
 
 _FIRST_CAPACITY = 128
@@ -32,15 +33,29 @@ class KVCache:
     """
 
     def __init__(self, model: Any, slots: int, max_context: int) -> None:
-        self._slots = slots
         self._max_context = max_context
-        self._capacity = padded_length(min(_FIRST_CAPACITY, max_context))
+        self.capacity = padded_length(min(_FIRST_CAPACITY, max_context))
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._device = next(model.parameters()).device
+        self.device = next(model.parameters()).device
+        self._slots, self._graphs = slots, None
+        if self.device.type == "cuda":
+            self._slots += 1  # where the idle slots of a graph write
+            make = load_function("gspo_env.engines.embedded.graphs:DecodeGraphs", "CUDA graphs")
+            self._graphs = make(model, self, slots)
+
+    def check_weights(self) -> None:
+        """Takes note of weights that have moved; call it after an update."""
+        if self._graphs is not None:
+            self._graphs.check()
 
     def drop(self) -> None:
         """Frees the memory."""
+        self._moved()
         self._layers.clear()
+
+    def _moved(self) -> None:
+        if self._graphs is not None:
+            self._graphs.forget()
 
     @torch.inference_mode()
     def copy(self, sources: list[int], targets: list[int], lengths: list[int]) -> None:
@@ -51,7 +66,7 @@ class KVCache:
         order = np.argsort(lengths)[::-1]
         slots = np.stack([sources, targets], 1)[order]
         parts = _of_similar_length(np.asarray(lengths)[order])
-        places = iter(upload([slots[part].T.reshape(-1) for part, _ in parts], self._device))
+        places = iter(upload([slots[part].T.reshape(-1) for part, _ in parts], self.device))
         copies = [(*next(places).view(2, -1), length) for _, length in parts]
         for layer in self._layers.values():
             for tensor in layer:
@@ -87,9 +102,13 @@ class KVCache:
         if longest > self._max_context:
             raise EngineError(f"{longest} tokens do not fit a context of {self._max_context}")
         self._reserve(longest)
-        step = _Step(self, slots, starts, feeds, self._device, self._prefix(feeds, families or ()))
         if model.training:
             model.eval()
+        if self._graphs is not None:
+            decoded: Tensor | None = self._graphs.forward(slots, starts, feeds)
+            if decoded is not None:
+                return decoded
+        step = _Step(self, slots, starts, feeds, self.device, self._prefix(feeds, families or ()))
         if direct is not None:
             return direct(step.ids_T, step.positions_T, step.last_B, step)
         output = model(
@@ -106,7 +125,7 @@ class KVCache:
         self, feeds: list[list[int]], families: Sequence[tuple[int, int] | None]
     ) -> tuple[int, list[IntArray]]:
         layer = next(iter(self._layers.values()), None)
-        if layer is None or self._device.type != "cpu":
+        if layer is None or self.device.type != "cpu":
             return 0, []
         decoding = zip(feeds, families, strict=False)
         alike = [family if len(feed) == 1 else None for feed, family in decoding]
@@ -120,20 +139,21 @@ class KVCache:
 
     def _allocate(self, heads: int, like: Tensor) -> tuple[Tensor, Tensor]:
         size = like.shape[-1]
-        values = like.new_zeros(self._slots, heads, self._capacity, size)
-        if self._device.type != "cpu":
+        values = like.new_zeros(self._slots, heads, self.capacity, size)
+        if self.device.type != "cpu":
             return torch.zeros_like(values), values
         wide = torch.promote_types(like.dtype, torch.float32)
-        keys = like.new_zeros(self._slots, heads, size, self._capacity, dtype=wide)
+        keys = like.new_zeros(self._slots, heads, size, self.capacity, dtype=wide)
         return keys.transpose(2, 3), values
 
     def _reserve(self, length: int) -> None:
         """Lets slots hold this many tokens; little more, because idle places spread the keys."""
-        before = self._capacity
+        before = self.capacity
         if length <= before:
             return
         more = max(length, before + before // 4)
-        self._capacity = padded_length(min(more, self._max_context))
+        self.capacity = padded_length(min(more, self._max_context))
+        self._moved()
         for index, layer in self._layers.items():
             self._layers[index] = self._allocate(layer[1].shape[1], layer[1])
             for new, old in zip(self._layers[index], layer, strict=True):
