@@ -27,6 +27,8 @@ from gspo_env.serving.dialects.chat import read_messages, read_tools, write_mess
 from gspo_env.serving.fields import parse_json
 from gspo_env.types import Episode, Message, Prompt, ResetInfo, StepInfo, StopReason, Task, Turn
 
+_LARGEST_REWARD = 1e300
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
@@ -97,6 +99,10 @@ def _read(row: dict[str, Any]) -> Conversation:
         raise RefusedError("messages or tools is no list; expected lists of objects")
     unweighted = frozenset(n for n, value in enumerate(values[0]) if _weight(value, n) == 0)
     messages = tuple(read_messages(values[0], needs_ids=False))
+    for number, message in enumerate(messages):
+        says = message.content or message.tool_calls or message.reasoning
+        if message.role == "assistant" and number not in unweighted and not says:
+            raise RefusedError(f"messages[{number}] has neither content nor tool_calls")
     if not any(m.role == "assistant" and n not in unweighted for n, m in enumerate(messages)):
         raise RefusedError(
             "no message is the assistant's, or all of them have the weight 0; expected one to "
@@ -105,8 +111,11 @@ def _read(row: dict[str, Any]) -> Conversation:
     if messages[0].role == "assistant":
         raise RefusedError("the first message is the assistant's; expected one that it answers")
     reward, key = row.get("reward"), row.get("task_key")
-    if isinstance(reward, bool) or not (reward is None or isinstance(reward, int | float)):
-        raise RefusedError(f"reward is {reward!r}; expected a number")
+    is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+    if reward is not None and not (is_number and abs(reward) < _LARGEST_REWARD):
+        raise RefusedError(f"reward is {str(reward)[:50]!r}; expected a number")
+    if row.get("functions"):
+        raise RefusedError("functions is no key of a conversation; expected tools")
     return Conversation(
         messages=messages,
         tools=tuple(read_tools(values[1])),

@@ -17,6 +17,7 @@ from gspo_env.env.base import clean
 from gspo_env.env.schema import arguments_validator
 from gspo_env.env.tools import Tool
 from gspo_env.serving.session import RefusedError, Reply, Request
+from gspo_env.tool_calls import DECODER
 from gspo_env.types import Message, ToolCall
 
 Json = dict[str, Any]
@@ -187,7 +188,7 @@ class Fields:
         if isinstance(value, str) and value:
             _check_structure(value.encode())
         try:
-            tree = json.loads(value) if isinstance(value, str) and value else value or {}
+            tree = DECODER.decode(value) if isinstance(value, str) and value else value or {}
         except ValueError:
             tree = None
         if not isinstance(tree, dict):

@@ -107,8 +107,30 @@ def test_data_is_read_as_people_have_it(tmp_path):
         assert env.reset(seed=0)[0] == "one"
         assert env.unwrapped.expert_action() == "two"
     assert make(arrays).reset(seed=0)[0] == "one"
+    table = tmp_path / "talks.csv"
+    pandas.DataFrame({"messages": [json.dumps(CHAT)]}).to_csv(table, index=False)
+    env = make(str(table), lambda attempt: float(not isinstance(attempt.prompt, str)))
+    observation, info = env.reset(seed=0)
+    assert (observation, info["messages"][0]["content"]) == ("three", "one")
+    assert make([{"prompt": '[{"role": 3'}]).reset(seed=0)[0] == '[{"role": 3'
     with pytest.raises(ConfigError, match="is a text, but chat is 'turns'"):
         make(chat="turns").reset(seed=0)
+
+
+@pytest.mark.parametrize("column", ["tools", "system"])
+def test_a_column_that_no_prompt_has_is_said_once(caplog, column):
+    for row in (0, 1):
+        rows = [{"prompt": "one", column: "[{}]"}] * 2
+        assert make(rows, lambda attempt: 1.0).reset(options={"row": row})[0] == "one"
+    assert caplog.text.count(f"have a column '{column}', which is not read: set ") == 1
+
+
+def test_calls_in_a_prompt_are_refused_and_in_its_reference_answer_left_out():
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    user = {"role": "user", "content": "one"}
+    assert make([{"messages": [user, called]}], lambda attempt: 1.0).reset(seed=0)[0] == "one"
+    with pytest.raises(ConfigError, match="has an answer with tool calls"):
+        make([{"messages": [user, called, user]}], lambda attempt: 1.0).reset(seed=0)
 
 
 @pytest.mark.adapters
@@ -440,6 +462,7 @@ def test_files_of_every_kind_give_their_rows(tmp_path, name):
         ("x.csv", b"prompt,answer\n2+2\n", "row 1: expected a value for each column"),
         ("x.csv", b"prompt\n2+2,4\n", "row 1: expected a value for each column"),
         ("x.csv", "prompt\ncaf\u00e9\n".encode("latin-1"), "cannot be read"),
+        ("x.csv", b"prompt,prompt\n2,4\n", "has the column 'prompt' twice"),
         ("x.csv", b"", "has no rows"),
         ("x.jsonl", b"\xff", "cannot be read"),
         ("x.jsonl", b"[" * 100_000, "line 1"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from gspo_env.env.base import Action, Options, ResetResult, StepResult
@@ -13,9 +14,21 @@ from gspo_env.env.tools import Tool, as_tool, tool
 from gspo_env.errors import ConfigError
 from gspo_env.registry import load_function
 from gspo_envs.data.rewards import Attempt, Rewards, check_success, settle
-from gspo_envs.data.rows import Message, TaskRows, as_list, begin_chat, read_chat, speaker_and_text
+from gspo_envs.data.rows import (
+    Message,
+    TaskRows,
+    as_chat,
+    as_list,
+    begin_chat,
+    read_chat,
+    speaker_and_text,
+)
+
+logger = logging.getLogger(__name__)
 
 _COLUMNS = ("prompt", "messages", "conversations", "question")
+_UNREAD = {"tools": "tools", "system": "system_prompt", "system_prompt": "system_prompt"}
+"""Columns that a prompt may be meant to have, and the setting that stands for them."""
 
 
 class DatasetEnv(ToolEnv):
@@ -197,7 +210,10 @@ class DatasetEnv(ToolEnv):
     def _read_prompt(self, index: int) -> list[Message]:
         column = self._column(self._row)
         value = self._row[column]
-        self._plain = isinstance(value, str)
+        self._plain = isinstance(as_chat(value), str)
+        unread = [name for name in _UNREAD if _has(self._row.get(name))]
+        if unread and not (self.tools or self._system):
+            _warn_of(unread[0])
         where = f"Dataset: column {column} of row {index}"
         if self._plain and self.chat == "turns":
             raise ConfigError(f"{where} is a text, but chat is 'turns'; expected messages.")
@@ -206,6 +222,17 @@ class DatasetEnv(ToolEnv):
         if messages[-1]["role"] == "assistant":
             messages.pop()  # the reference answer
         return messages
+
+
+@lru_cache
+def _warn_of(column: str) -> None:
+    logger.warning(
+        "The rows have a column %r, which is not read: set %s instead.", column, _UNREAD[column]
+    )
+
+
+def _has(value: Any) -> bool:
+    return value is not None and len(value) > 0 if hasattr(value, "__len__") else False
 
 
 def _load_tool(spec: str | Callable[..., Any]) -> Tool:

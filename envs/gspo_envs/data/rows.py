@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
@@ -21,6 +23,8 @@ from gspo_env.seeding import HELD_OUT, fingerprint
 _SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
 """Roles by their names in ShareGPT's format."""
 
+_JSON_CHAT = re.compile(r'\s*\[\s*\{\s*"(?:role|content|from|value)"\s*:')
+"""The start of a chat in JSON."""
 _ROUNDING = 1e-9
 """Added before a product is rounded down."""
 
@@ -89,8 +93,9 @@ def read_chat(value: Any, where: str) -> tuple[str | None, list[Message]]:
     Raises:
         ConfigError: It is neither a string nor such a chat.
     """
+    value = as_chat(value)
     chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    messages, system = _messages(as_list(chat), where), None
+    messages, system = _messages(chat, where), None
     if messages and messages[0]["role"] in ("system", "developer"):
         system = messages.pop(0)["content"]
     roles = [m["role"] for m in messages]
@@ -216,6 +221,9 @@ def _read_csv(path: Path) -> Rows:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
         rows: list[dict[str, Any]] = list(reader)
+        names = reader.fieldnames or []
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"Dataset: {path} has the column {twice[0]!r} twice; expected it once.")
     for number, row in enumerate(rows, start=1):
         if None in row or None in row.values():
             raise ConfigError(f"Dataset: {path}, row {number}: expected a value for each column.")
@@ -322,6 +330,14 @@ def as_list(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
+def as_chat(value: Any) -> Any:
+    """Returns a prompt; messages may be an array, or JSON, as tables have them."""
+    if isinstance(value, str) and _JSON_CHAT.match(value):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return as_list(value)
+
+
 def _joined(content: Any) -> Any:
     parts = as_list(content)
     if not isinstance(parts, (list, tuple)):
@@ -340,6 +356,8 @@ def _messages(value: Any, where: str) -> list[Message]:
         role, content = speaker_and_text(message)
         if not isinstance(role, str) or not isinstance(content, str):
             raise ConfigError(f"{where} has the message {message!r}, expected a role and a text.")
+        if message is not value[-1] and as_list(message.get("tool_calls")):
+            raise ConfigError(f"{where} has an answer with tool calls, expected answers in text.")
         content = clean(content)
         if read and read[-1]["role"] == role:
             read[-1]["content"] += f"\n\n{content}"
