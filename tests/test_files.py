@@ -209,6 +209,23 @@ def test_a_file_of_episodes_does_not_unpack_to_more_than_the_bounds(run, caplog,
     assert episode_files(run) == []
 
 
+def write_turn(run, **row):
+    """Writes a file with one turn, whose other values are empty."""
+    row = {"phase": "train", "stop_reason": "terminated", "turn": 0} | row
+    for name, kind in zip(schema().names, schema().types, strict=True):
+        empty = [] if pa.types.is_list(kind) else {"string": "", "bool": False}.get(str(kind), 0)
+        row.setdefault(name, empty)
+    table = pa.Table.from_pylist([row], schema=schema())
+    pq.write_table(table, run / "episodes/000001-train.parquet")
+
+
+def test_a_file_of_huge_texts_has_no_part_of_the_page(run, caplog, monkeypatch):
+    monkeypatch.setattr("gspo_env.episodes.page._MAX_PART", 1 << 20)
+    write_turn(run, observation="x" * (1 << 20))
+    main(["view", str(run), "--no-browser"])
+    assert "is left out of the page" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("column", "value"),
     [
@@ -220,12 +237,7 @@ def test_a_file_of_episodes_does_not_unpack_to_more_than_the_bounds(run, caplog,
 def test_a_damaged_episode_is_one_sentence_for_rescore(run, capsys, column, value):
     Path("rows.jsonl").write_text('{"prompt": "x"}\n' * 20)
     Path("score.py").write_text("def size(attempt):\n    return len(attempt.text)\n")
-    row = {"phase": "train", "stop_reason": "terminated", "turn": 0, column: value}
-    for name, kind in zip(schema().names, schema().types, strict=True):
-        empty = [] if pa.types.is_list(kind) else {"string": "", "bool": False}.get(str(kind), 0)
-        row.setdefault(name, empty)
-    table = pa.Table.from_pylist([row], schema=schema())
-    pq.write_table(table, run / "episodes/000001-train.parquet")
+    write_turn(run, **{column: value})
     args = ["rescore", str(run), "--rewards", "score.py:size", "--data", "rows.jsonl"]
     assert f"an episode of {run} is damaged" in refused(capsys, *args)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from gspo_env.cli.options import Run
+from gspo_env.redaction import visible
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +65,7 @@ class Compare(Run):
                 comparison,
                 folder,
                 base.tracker,
-                lambda line: print(line, flush=True),
+                lambda line: print(visible(line), flush=True),
                 lambda results: write_report(comparison, results, folder, command),
             )
         except KeyboardInterrupt:

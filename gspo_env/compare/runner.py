@@ -14,16 +14,16 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gspo_env.compare.plan import Arm, Comparison, check_metric, imitates, start_settings
 from gspo_env.compare.processes import in_processes
 from gspo_env.config import CheckpointConfig, Config, read_toml, to_dict, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
-from gspo_env.files import check_folder
+from gspo_env.files import check_folder, read_file, regular_file
 from gspo_env.health.evaluation import check_comparison
-from gspo_env.redaction import redact, redact_text, write_text
+from gspo_env.redaction import redact, redact_text, visible, write_text
 from gspo_env.tracking.base import RunInfo, TrackerChoice
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker, check_trackers, parts
@@ -31,8 +31,12 @@ from gspo_env.training.interrupt import stop_on_signals
 
 logger = logging.getLogger(__name__)
 
+R = TypeVar("R")
+
 _RESULT = "result.json"
 """File of a run that has ended."""
+_MOST_BYTES, _MOST_STEPS, _LONGEST_ERROR = 1 << 26, 1 << 53, 4000
+"""Bytes of a file, steps and characters of an error that are read from the folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +99,9 @@ class Recorder(MultiTracker):
         """Starts the parent run, or resumes the one that was started in the folder."""
         self._path = folder / "tracked.json"
         self._recorded: dict[str, list[str]] = (
-            json.loads(self._path.read_text()) if self._path.exists() else {}
+            _read_json(self._path, lambda tree: {str(k): list(v) for k, v in tree.items()})
+            if self._path.exists()
+            else {}
         )
         self._choices, self._say = parts(tracker), say
         self._failed: set[str] = set()
@@ -241,8 +247,35 @@ def has_result(run: Run) -> bool:
 
 
 def read(run: Run) -> Result:
-    """Reads the result of a run."""
-    return Result(run=run, **json.loads((run.folder / _RESULT).read_text()))
+    """Reads the result of a run.
+
+    Raises:
+        OutputError: It is damaged.
+    """
+
+    def convert(tree: Any) -> Result:
+        history = [(int(n), {str(k): float(v) for k, v in m.items()}) for n, m in tree["history"]]
+        if not all(abs(step) < _MOST_STEPS for step, _ in history):
+            raise ValueError("a step is too large")
+        seconds, error = float(tree["seconds"]), str(tree["error"])[:_LONGEST_ERROR]
+        return Result(run=run, history=history, seconds=seconds, error=error)
+
+    return _read_json(run.folder / _RESULT, convert)
+
+
+def _read_json(path: Path, convert: Callable[[Any], R]) -> R:
+    """Reads a file of a comparison, whose folder may be a stranger's.
+
+    Raises:
+        OutputError: It is damaged.
+    """
+    try:
+        return convert(json.loads(read_file(path.parent, path.name, _MOST_BYTES)))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    except RecursionError:
+        reason = "it is nested too deeply"
+    raise OutputError(f"{str(path)!r} is damaged ({visible(reason)}); remove it")
 
 
 def mixed_scores(results: Sequence[Result]) -> Iterator[str]:
@@ -251,7 +284,11 @@ def mixed_scores(results: Sequence[Result]) -> Iterator[str]:
     for result in results:
         run = result.run
         if run.config.credit.score == "auto" and not result.error:
-            score = read_toml(run.folder / "config.toml")["credit"]["score"]
+            try:
+                tree = read_toml(regular_file(run.folder, "config.toml", _MOST_BYTES))
+                score = str(tree["credit"]["score"])
+            except (OSError, LookupError, TypeError):  # of a stranger
+                continue
             scores.setdefault(run.problem, {}).setdefault(score, run.name)
     for problem, runs in scores.items():
         decided = {score: name for score, name in runs.items() if score != "auto"}
@@ -284,7 +321,8 @@ def _claim(comparison: Comparison, output: Path) -> None:
                 f"{str(output)!r} is not empty and holds no comparison; name a new folder with "
                 "--output"
             )
-        if note.exists() and note.read_text() != plan:
+        size = len(plan.encode(errors="surrogatepass"))
+        if note.exists() and (note.stat().st_size != size or note.read_text() != plan):
             raise OutputError(
                 f"{str(output)!r} holds another comparison; name a new folder with --output"
             )

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 MAX_METRICS = 1 << 28
 """Bytes of a file of metrics that is read."""
+_MAX_PART = 1 << 29
+"""Bytes of the episodes of a file before they are deflated for the page."""
 _MAX_TEXT = 1 << 20
 """Bytes of a text that the page shows."""
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -86,6 +88,9 @@ def read_part(file: EpisodeFile) -> Part | None:
     """Reads a file; None if it is damaged, or its episodes have other ids than a run gives."""
     table = read_table(file.path)
     if table is None or not len(table):
+        return None
+    if table.nbytes > _MAX_PART:
+        logger.warning("%s is left out of the page: it has %d bytes", file.path, table.nbytes)
         return None
     starts = _starts(table)
     firsts = table.take(starts[:-1])

@@ -132,6 +132,35 @@ def test_a_comparison_goes_on_where_it_stopped_and_tracks_nested_runs(tmp_path):
         run(Comparison(problems={"one": small(steps=3)}, arms=arms), tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("{", "[1]", "[" * 100_000, '{"history": "x", "seconds": 1, "error": ""}'),
+        *('{"history": [[1, {"a": "x"}]], "seconds": 1, "error": ""}', "{}", '"x"'),
+        '{"history": [[1e300, {}]], "seconds": 1, "error": ""}',
+    ],
+)
+def test_a_damaged_file_of_a_comparison_is_one_sentence(tmp_path, content):
+    def stop(line):
+        raise KeyboardInterrupt
+
+    first, second = planned(two(), tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        compare(two(), tmp_path, NoTracker(), stop)  # which leaves the plan of the comparison
+    for damaged in (first.folder / "result.json", tmp_path / "tracked.json"):
+        damaged.parent.mkdir(parents=True, exist_ok=True)
+        damaged.write_text(content)
+        (second.folder / "result.json").unlink(missing_ok=True)
+        if content != "{}" or damaged.name == "result.json":  # nothing is tracked yet
+            with pytest.raises(OutputError, match=rf"{damaged.name}.* is damaged .*; remove it"):
+                compare(two(), tmp_path, NoTracker(), stop if "tracked" in damaged.name else print)
+        damaged.unlink()
+    with (tmp_path / "comparison.json").open("w") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OutputError, match="holds another comparison"):
+        compare(two(), tmp_path, NoTracker())
+
+
 @pytest.mark.slow
 def test_a_users_estimator_takes_part_and_a_failing_one_is_counted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
