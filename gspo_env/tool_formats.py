@@ -77,7 +77,7 @@ _ENDS = (
     "<|eom|>",
 )
 """Marks behind a call that belong to none."""
-_DSML_CALLS = rf"{BARS}DSML{BARS}\w{{0,16}}calls[|\uff5c]?"
+_DSML_CALLS = rf"{BARS}DSML{BARS}\w{{0,16}}(?:calls|_use)[|\uff5c]?"
 _BEFORE_DSML = re.compile(rf"<{_DSML_CALLS}>?\s*\Z")
 _AFTER = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, _ENDS))}|</{_DSML_CALLS}>?))*")
 _ARGUMENTS, _CALL_ID, _MISTRAL = "[ARGS]", "[CALL_ID]", "[TOOL_CALLS]"
@@ -107,6 +107,8 @@ _FENCE = re.compile(r"```\w*[ \t]*\n(?=\s*[{\[][^`]*```\Z)")
 """The start of a block of code with JSON or Python that ends a text."""
 _LONGEST_TAG, _MOST_BLOCKS = 64, 32
 _LAST_TAG = re.compile(r"</([\w:-]+)>\Z")
+_CLOSING = re.compile(r"(?<=[}\]])(?:\s{0,9}</[\w:-]{1,64}>){1,4}\Z")
+"""Closing tags without an opening one behind a call."""
 _BROKEN = re.compile(
     r'\[?\s*\{\s*(?:"(?:type|id|tool_call_id)"\s*:\s*"\w*"\s*,\s*)?"(?:tool_)?name"\s*:\s*"([^"]*)"'
     r"|\[\s*([\w.-]+)\("
@@ -697,6 +699,7 @@ def read_bare(
         body = body[: block[0]].rstrip()
     if fenced:
         return fenced, len(body)
+    body = _CLOSING.sub("", body)
     if schemas and (react := _react(body.partition("\nObservation")[0], schemas, limit)):
         return react
     match = _BARE.search(body, 0, limit) if schemas and limit else None

@@ -477,6 +477,7 @@ SPELLINGS = [
     (f"<|open|>tools<|sep|>{TABLED['Kimi K3']}<|close|>tools<|sep|>", {"word": "a", "times": 2}),
     (f"<tool_call>\n{TABLED['MiniMax']}\n</tool_call>", {"word": "a", "times": 2}),
     ('<tools>{"name": "look", "arguments": {"word": "a"}}</tools>', {"word": "a"}),
+    ('{"name": "look", "arguments": {"word": "a"}}</parameter></tool>', {"word": "a"}),
     ('<function>\n[{"name": "look", "arguments": "null"}]\n</function>', {}),
     ('<|channel|>commentary to=look <|message|>{"word": "a"}<|call|>', {"word": "a"}),
     (
@@ -499,7 +500,7 @@ SPELLINGS = [
         )
         for bar, calls in [
             *(("\uff5c\uff5c", "tool_calls"), ("|", "function_calls"), ("\u2016", "tool_calls")),
-            *((" | ", "tool_calls"), ("||", "calls|"), ("", "tool_calls")),
+            *((" | ", "tool_use"), ("||", "calls|"), ("", "tool_calls")),
         ]
     ),
     (

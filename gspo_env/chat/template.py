@@ -19,6 +19,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,9 +93,10 @@ class ChatTemplate:
         """Returns the rendering of a conversation.
 
         What the template does not accept is changed. A system message that it refuses goes before
-        the first user message, tools that it does not show are listed in the system message, the
-        role `tool`, if refused, is `user`, and calls that it does not show are appended to the
-        text of their message.
+        the first user message, and later ones that it refuses or drops are the user's. Messages of
+        the user that it refuses in a row are joined. Tools that it does not show are listed in the
+        system message, the role `tool`, if refused, is `user`, and calls that it does not show are
+        appended to the text of their message.
 
         Args:
             messages: The conversation. Texts of the policy may be renderings.
@@ -219,6 +221,14 @@ class ChatTemplate:
         """Whether the template accepts a message of the role `tool` after an action."""
         return self._accepts("user", "assistant", "tool")
 
+    @cached_property
+    def _takes_systems(self) -> bool:
+        return self._accepts("system", "system", "user", "assistant", "system", "user")
+
+    @cached_property
+    def _takes_repeats(self) -> bool:
+        return self._accepts("user", "user", "assistant", "user", "user")
+
     def _accepts(self, *roles: str) -> bool:
         """Returns whether the template shows messages of these roles, each once."""
         chat = [{"role": role, "content": self.marker(n)} for n, role in enumerate(roles)]
@@ -315,12 +325,15 @@ class ChatTemplate:
             what = "does not list tools" if self.reads_calls else "writes calls that are not read"
             self._warn(f"{what}; the system message lists the tools and how to call one")
             messages, schemas = _list_tools(messages, schemas), ()
+        if any(m["role"] == "system" for m in messages[1:]) and not self._takes_systems:
+            self._warn("refuses or drops system messages behind the first; the user says them")
+            messages = _with_one_system(messages)
         if messages[0]["role"] == "system" and not self.takes_system:
             self._warn("refuses system messages; the first user message begins with the text")
             messages = _folded(messages)
         if any(m["role"] == "tool" for m in messages) and not self.takes_tool_role:
             messages = [{**m, "role": "user"} if m["role"] == "tool" else m for m in messages]
-        return messages, schemas
+        return messages if self._takes_repeats else _without_repeats(messages), schemas
 
     def _warn(self, what: str) -> None:
         if what not in self._warnings:
@@ -360,8 +373,28 @@ def _folded(messages: Chat) -> Chat:
     system, *others = messages
     if not others or others[0]["role"] != "user":
         return [{"role": "user", "content": system["content"]}, *others]
-    text = "\n\n".join(filter(None, (system["content"], others[0]["content"])))
-    return [{**others[0], "content": text}, *others[1:]]
+    return [*_without_repeats([{**system, "role": "user"}, others[0]]), *others[1:]]
+
+
+def _with_one_system(messages: Chat) -> Chat:
+    """Joins the system messages that come first; later ones are the user's."""
+    leading = list(takewhile(lambda message: message["role"] == "system", messages))
+    roles = [
+        {**m, "role": "user"} if m["role"] == "system" else m for m in messages[len(leading) :]
+    ]
+    return [*_without_repeats(leading, "system"), *roles]
+
+
+def _without_repeats(messages: Chat, role: str = "user") -> Chat:
+    """Joins messages of a role that follow each other."""
+    joined: list[Mapping[str, Any]] = []
+    for message in messages:
+        if joined and message["role"] == joined[-1]["role"] == role:
+            text = "\n\n".join(filter(None, (joined[-1]["content"], message["content"])))
+            joined[-1] = {**joined[-1], "content": text}
+        else:
+            joined.append(message)
+    return joined
 
 
 def _chat(roles: Sequence[str]) -> list[dict[str, Any]]:

@@ -152,6 +152,18 @@ def test_a_system_message_that_the_template_refuses_begins_the_first_user_messag
     assert "refuses system messages" in caplog.text
 
 
+@family
+def test_no_message_is_lost_where_a_program_sends_roles_that_the_template_does_not_expect(name):
+    roles = ("system", "system", "user", "user", "assistant", "system", "tool", "tool", "user")
+    chat = [{"role": role, "content": f"7{n}1"} for n, role in enumerate(roles)]
+    shown = templates(name).render(chat)
+    places = [shown.find(message["content"]) for message in chat]
+    assert -1 not in places
+    assert places == sorted(places)
+    text = templates(name).render([user("701"), answer("711"), user("721"), user("731")])
+    assert text.count("721") == text.count("731") == 1
+
+
 def test_tools_whose_schema_breaks_the_template_are_listed_in_the_system_message(caplog):
     chat = ChatTokenizer(FAMILIES["harmony"]())
     broken = ATTACK.tool("look", properties=["no", "mapping"])
