@@ -3,6 +3,7 @@
     python benchmarks/rollout_model.py [--model smollm2] [--dtype bfloat16] [--threads 1]
         [--prompts 8] [--group 8] [--length 178] [--new 48] [--rounds 3]
         [--vllm PYTHON] [--modes eager compiled] [--no-loops]
+    python benchmarks/rollout_model.py --dtype float32 --delays 0 0.05 0.5
 
 Each program samples `--group` continuations of each prompt at temperature 1. The plain loop
 computes each prompt once and keeps log-probabilities; `generate` of `transformers`, which TRL uses
@@ -10,6 +11,11 @@ without vLLM, does neither. PYTHON is the interpreter of an environment that has
 log-probabilities and runs in child processes, eager and compiled. All programs alternate.
 
 With one thread, the times are seconds of the processor; with more, or a GPU, of the clock.
+
+With `--delays`, whole episodes are played instead: `--prompts` tasks with `--group` episodes of
+three turns that share `--new` tokens, whose tool takes so many seconds a call. The rates, by the
+clock, are compared with that of the engine alone, which samples as many tokens from the same
+prompts.
 """
 
 from __future__ import annotations
@@ -31,12 +37,19 @@ import torch
 from common import alternate, show
 from transformers import DynamicCache
 
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.embedded.engine import TransformersEngine
+from gspo_env.env.base import TextEnv
 from gspo_env.model.export import Exporter, named_weights
 from gspo_env.model.load import load_model
+from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.rollout.pool import EnvPool
+from gspo_env.runtime.loops import run_alone
+from gspo_env.types import Task
 
 Ids = list[list[int]]
+TURNS = 3
 
 
 def make_prompts(tokenizer: Any, count: int, length: int) -> Ids:
@@ -124,6 +137,73 @@ class VLLMChild:
         self._process.wait()
 
 
+class SlowTool(TextEnv):
+    """Answers each of three actions after a time."""
+
+    def __init__(self, delay: float, length: int) -> None:
+        self._delay, self._text = delay, "you answer briefly, in plain words. " * (length // 8)
+
+    def reset(self, *, seed=None, options=None):
+        """Asks about a number."""
+        super().reset(seed=seed)
+        self._turn = 0
+        return f"{seed} people ask why the sky is blue, and {self._text}", {}
+
+    def step(self, action):
+        """Waits, as for the answer of another service."""
+        time.sleep(self._delay)
+        self._turn += 1
+        return "Go on.", 0.0, self._turn == TURNS, False, {}
+
+
+def compare_delays(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> None:
+    """Prints the rate of whole episodes as a share of the engine's own, for each delay."""
+    chat, rows = ChatTokenizer(tokenizer), arguments.prompts * arguments.group
+    context = 2 * arguments.length + arguments.new
+    engine = TransformersEngine(model, max_slots=rows, max_context=context)
+    limits = RolloutConfig(
+        max_turn_tokens=arguments.new // TURNS,
+        max_context=context,
+        concurrency=rows,
+        group_size=arguments.group,
+    )
+    tasks = [Task(env_id="slow", seed=n) for n in range(arguments.prompts)]
+
+    def play(delay: float) -> Callable[[], tuple[list[Any], float]]:
+        pool = EnvPool(lambda: SlowTool(delay, arguments.length))
+        collector = Collector(engine, chat, pool, limits)
+
+        def run() -> tuple[list[Any], float]:
+            asyncio.run(engine.update_weights([], 0))
+            started = time.perf_counter()
+            groups = run_alone(collector.collect(tasks, seed=0))
+            seconds = time.perf_counter() - started
+            episodes = [episode for group in groups for episode in group.episodes]
+            return episodes, sum(e.model_tokens for e in episodes) / seconds
+
+        return run
+
+    programs = {delay: play(delay) for delay in arguments.delays}
+    episodes, _ = programs[min(programs)]()
+    prompts = [list(e.turns[0].prompt_ids) for e in episodes[:: arguments.group]]
+    new = sum(e.model_tokens for e in episodes) // rows
+
+    def alone() -> float:
+        started = time.perf_counter()
+        sample_ours(engine, prompts, arguments.group, new)
+        return rows * new / (time.perf_counter() - started)
+
+    columns = alternate(arguments.rounds, alone, *(lambda p=p: p()[1] for p in programs.values()))
+    print(
+        f"{rows} episodes of {TURNS} turns and {new} sampled tokens, load {os.getloadavg()[0]:.1f}"
+    )
+    show("the engine alone", columns[0], "tokens/s")
+    for delay, rates in zip(programs, columns[1:], strict=True):
+        show(f"episodes, {1000 * delay:.0f} ms a call", rates, "tokens/s")
+        share = median(rate / own for own, rate in zip(columns[0], rates, strict=True))
+        print(f"    {share:.2f} of the engine's own rate (median of the pairs)")
+
+
 def main() -> None:
     """Prints the rates, and ours as a ratio to each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -132,6 +212,7 @@ def main() -> None:
     parser.add_argument("--vllm", default="")
     parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
     parser.add_argument("--loops", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--delays", nargs="+", type=float, default=[])
     sizes = {"threads": 1, "prompts": 8, "group": 8, "length": 178, "new": 48, "rounds": 3}
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size)
@@ -139,6 +220,9 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     model, tokenizer = load_model(arguments.model, arguments.dtype)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.delays:
+        compare_delays(model, tokenizer, arguments)
+        return
     plain = copy.deepcopy(model.eval())
     plain.set_attn_implementation("sdpa")
     rows = arguments.prompts * arguments.group

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from gspo_agents.player import EngineLoop
-from gspo_agents.setup import open_collector, start_engine
+from gspo_agents.setup import decide_mode, open_collector, start_engine
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config, learner_arguments, override
 from gspo_env.engines import Engine, Sampling, Transformers
@@ -35,10 +35,11 @@ from gspo_env.model.adapters import is_adapted
 from gspo_env.model.head import usable_ids
 from gspo_env.model.load import add_adapter
 from gspo_env.recipes.build import imitation_samples
-from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.tracking.console import Progress
+from gspo_env.training.curriculum import next_options
 from gspo_env.training.resume import generator_states, set_generator_states
-from gspo_env.types import Episode, StopReason, Task
+from gspo_env.training.split import draw_tasks
+from gspo_env.types import Episode, StopReason
 
 if TYPE_CHECKING:
     from gspo_agents.gspo import GSPOAgent
@@ -61,9 +62,15 @@ _PASS = 20
 """Activations of a token and a layer, as a multiple of the hidden size: about that of SmolLM2."""
 _FIRST_CAPACITY = 256
 """Tokens for which the measurement needs a cache."""
+_PROGRAM = 0.3e9
+"""Bytes of libraries that are loaded later, and of episodes."""
+_FILE = 2**32
+"""Bytes of the largest file of a checkpoint."""
 _MARGIN = 1.1
 """Factor of the longest of a few episodes, for the longest of all."""
 _HOUR = 3600.0
+_BUSY = 1.3
+"""Factor from which it is said that other programs use the processors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +135,7 @@ class Sizes:
     """Of the input of one layer, of one token."""
     cached_token: int
     """Of the keys and values of one token."""
+    on_cpu: bool = False
     pass_fixed: float = 0.0
     """Of a pass of any size, such as the logits of a part of its tokens."""
     pass_token: float = 0.0
@@ -155,8 +163,10 @@ def memory(sizes: Sizes, config: Config, work: Work) -> dict[str, float]:
     moments = 2 if "8bit" in settings.optimizer else 8
     whole = sizes.parameters * weight
     reference = config.loss.needs_reference and not settings.lora_rank
-    copies = reference + 2 * bool(config.supply.max_staleness)
+    is_half = sizes.on_cpu and weight == 2  # the engine has another copy, and keys in float32
+    copies = reference + 2 * bool(config.supply.max_staleness) + is_half
     scale = weight / sizes.weight
+    cached = sizes.cached_token * scale * (1.5 if is_half else 1.0)
     activations = sizes.pass_token * scale
     if settings.checkpointing:  # the input of each layer, and one layer at a time
         activations = sizes.hidden * scale * (sizes.layers + 2) + activations / sizes.layers
@@ -166,9 +176,13 @@ def memory(sizes: Sizes, config: Config, work: Work) -> dict[str, float]:
         "copies": float(copies * whole),
         "gradients": 4.0 * trained,
         "optimiser": float((moments + 4 * half) * trained),
-        "cache": float(work.slots * work.longest * sizes.cached_token * scale),
-        "largest pass": sizes.pass_fixed + row * activations,
+        "cache": work.slots * work.longest * cached,
+        "program": _PROGRAM * sizes.on_cpu,
     }
+    largest = sizes.pass_fixed + row * activations
+    checkpoint = min((moments + 4.0) * trained, _FILE) * sizes.on_cpu
+    """Copies of what goes into one file, at a time without a pass."""
+    parts |= {"largest pass": largest} if largest >= checkpoint else {"checkpoint": checkpoint}
     return {name: size for name, size in parts.items() if size}
 
 
@@ -206,8 +220,84 @@ def remedies(sizes: Sizes, config: Config, work: Work, free: float) -> str:
     return f"With {' '.join(flags)}, it would still take {_gb(more(flags))} more."
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """What a run needs."""
+
+    sizes: Sizes
+    lengths: Lengths
+    parts: Mapping[str, float]
+    """The bytes of each part; see `memory`."""
+    free: float
+    """Bytes that are free."""
+    imitation: float
+    """Seconds of all imitation."""
+    rollout: float
+    """Seconds in which the episodes of a step are played."""
+    update: float
+    """Seconds in which a step learns from them."""
+    evaluation: float
+    """Seconds of one evaluation."""
+    steps: int
+    evaluations: int
+    slowdown: float
+    """How many times as long it takes while other programs use the processors as they do now."""
+
+    @property
+    def more(self) -> float:
+        """Bytes in addition to the weights that are loaded."""
+        return _more(self.sizes, self.parts)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the run."""
+        steps = self.steps * (self.rollout + self.update)
+        return self.imitation + steps + self.evaluations * self.evaluation
+
+
 def check(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> list[Finding]:
     """Prints what a run needs and how long it takes; returns a finding if that is long.
+
+    Args:
+        agent: The agent before its training.
+        demonstrations: What it imitates first.
+
+    Raises:
+        TrainingError: It does not fit into memory.
+    """
+    began, config, progress = time.perf_counter(), agent.config, Progress()
+    run = estimate(agent, demonstrations)
+    if run is None:
+        return []
+    dtype = str(next(agent.model.parameters()).dtype).removeprefix("torch.")
+    count, size = run.evaluations, run.lengths.computed(1, 1)
+    threads = _plural(torch.get_num_threads(), "thread")
+    slow = f"; other programs make all {run.slowdown:.1f} times as long now"
+    rows = {
+        "preflight": f"measured in {time.perf_counter() - began:.0f} s with {threads}"
+        + slow * (run.slowdown > _BUSY),
+        "weights": f"{run.sizes.parameters / 1e6:,.1f} million in {dtype}, "
+        f"{_trained(run.sizes, config) / 1e6:,.1f} million train",
+        "memory": _describe(run.sizes, run.parts, run.free),
+        "evaluation": f"{2 * config.eval_tasks} episodes of about {size:,.0f} tokens, of which "
+        f"{run.lengths.sampled:,.0f} are sampled: {_clock(run.evaluation)}",
+        "step": f"{config.tasks_per_step * config.rollout.group_size} episodes: "
+        f"{_clock(run.rollout)} to play, {_clock(run.update)} to learn",
+        "run": f"{_clock(run.seconds)} for {_plural(count, 'evaluation')}, "
+        f"{_plural(config.steps, 'step')}"
+        + (f" and {_clock(run.imitation)} of imitation" if run.imitation else ""),
+    }
+    progress.line("\n".join(f"{name:<13}{value}" for name, value in rows.items()))
+    if run.seconds <= _HOUR:
+        return []
+    evaluations = _clock(count * run.evaluation)
+    text = f"The run takes about {_clock(run.seconds)}; its evaluations take {evaluations}."
+    advice = "Lower --eval-tasks, --steps or --tasks-per-step, or raise --eval-every."
+    return [Finding(name="long", text=text, advice=advice)]
+
+
+def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate | None:
+    """Measures what a run needs; None if another process samples, and nothing can be measured.
 
     The global generators are as before.
 
@@ -221,72 +311,73 @@ def check(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> list[Finding]:
     states = generator_states()
     try:
         with _adapted(agent.model, agent.config) as model:
-            return _check(agent, model, demonstrations)
+            return _estimate(agent, model, demonstrations)
     finally:
         gc.collect()  # the gradients
         set_generator_states(states)
 
 
-def _check(agent: GSPOAgent, model: Any, demonstrations: Sequence[Episode]) -> list[Finding]:
-    began, config, free = time.perf_counter(), agent.config, free_memory(agent.model)
-    sizes, progress = _sizes(agent.model), Progress()
+def _estimate(agent: GSPOAgent, model: Any, demonstrations: Sequence[Episode]) -> Estimate | None:
+    config, free, sizes = agent.config, free_memory(agent.model), _sizes(agent.model)
     groups, recipe, minibatches = config.tasks_per_step, config.recipe, config.learner.minibatches
-    episodes, evaluated = groups * config.rollout.group_size, 2 * config.eval_tasks
-    slots = config.rollout.concurrency
+    episodes, slots = groups * config.rollout.group_size, config.rollout.concurrency
     if not isinstance(config.engine, Transformers) or config.rollout.ray_workers:
         _refuse(sizes, config, Work(tokens=0, longest=0, slots=0), free)
-        return []
+        return None
     few = override(config, {"rollout": {"concurrency": min(slots, _ROWS[-1])}})
     measured = Work(tokens=0, longest=_FIRST_CAPACITY, slots=few.rollout.concurrency)
     _refuse(sizes, config, measured, free)  # before as much is allocated
-    engine, loop = start_engine(model, few), EngineLoop()
+    engine, loop, clock = start_engine(model, few), EngineLoop(), _Clock(model)
     try:
         lengths = _lengths(agent, engine, loop, demonstrations)
-        rates = loop.run(_measure_engine(engine, lengths, slots, usable_ids(model)))
+        rates = loop.run(_measure_engine(engine, lengths, slots, usable_ids(model), clock))
     finally:
         engine.close()
     least = _PASS * sizes.layers * sizes.hidden
-    most = min(_MOST_TOKENS, 1.0 / rates.prompt_token, free / 4 / least)
-    rates, sizes = _measure_learner(
-        model, config, lengths, rates, sizes, max(_LEAST_TOKENS, int(most))
-    )
+    most = max(_LEAST_TOKENS, int(min(_MOST_TOKENS, 1.0 / rates.prompt_token, free / 4 / least)))
+    rates, sizes = _measure_learner(model, config, lengths, rates, sizes, most, clock)
     batch = recipe.imitation_batch if demonstrations else 0
     imitated = lengths.computed(batch, batch) if batch else 0.0
-    imitation = recipe.imitation_steps * imitated * rates.trained_token if batch else 0.0
-    computed = lengths.computed(groups, episodes)
-    work = Work(
-        tokens=int(max(computed / minibatches, imitated)), longest=lengths.longest, slots=slots
-    )
-    parts = _refuse(sizes, config, work, free)
+    minibatches = min(minibatches, episodes)
+    # a minibatch has whole groups where it can, and the beginning of all prompts in any case
+    part = lengths.computed(math.ceil(groups / minibatches), episodes / minibatches)
+    computed = minibatches * part
+    work = Work(tokens=int(max(part, imitated)), longest=lengths.longest, slots=slots)
     scored = (minibatches - 1) / minibatches + config.loss.needs_reference
-    update = computed * (rates.trained_token + scored * rates.scored_token)
-    rollout = rates.rollout(lengths, groups, episodes, slots)
-    evaluation = rates.rollout(lengths, config.eval_tasks, evaluated, slots)
-    count = 1 + (math.ceil(config.steps / config.eval_every) if config.eval_every else 1)
-    total = imitation + config.steps * (rollout + update) + count * evaluation
-    dtype = str(next(agent.model.parameters()).dtype).removeprefix("torch.")
-    size = lengths.computed(1, 1)
-    rows = {
-        "preflight": f"measured in {time.perf_counter() - began:.0f} s with "
-        f"{_plural(torch.get_num_threads(), 'thread')}",
-        "weights": f"{sizes.parameters / 1e6:,.1f} million in {dtype}, "
-        f"{_trained(sizes, config) / 1e6:,.1f} million train",
-        "memory": _describe(sizes, parts, free),
-        "evaluation": f"{evaluated} episodes of about {size:,.0f} tokens, of which "
-        f"{lengths.sampled:,.0f} are sampled: {_clock(evaluation)}",
-        "step": f"{episodes} episodes: {_clock(rollout)} to play, {_clock(update)} to learn",
-        "run": f"{_clock(total)} for {_plural(count, 'evaluation')}, "
-        f"{_plural(config.steps, 'step')}"
-        + (f" and {_clock(imitation)} of imitation" if imitation else ""),
-    }
-    progress.line("\n".join(f"{name:<13}{value}" for name, value in rows.items()))
-    if total <= _HOUR:
-        return []
-    text = (
-        f"The run takes about {_clock(total)}; its evaluations take {_clock(count * evaluation)}."
+    return Estimate(
+        sizes=sizes,
+        lengths=lengths,
+        parts=_refuse(sizes, config, work, free),
+        free=free,
+        imitation=recipe.imitation_steps * imitated * rates.trained_token if batch else 0.0,
+        rollout=rates.rollout(lengths, groups, episodes, slots),
+        update=computed * (rates.trained_token + scored * rates.scored_token),
+        evaluation=rates.rollout(lengths, config.eval_tasks, 2 * config.eval_tasks, slots),
+        steps=config.steps,
+        evaluations=1 + (math.ceil(config.steps / config.eval_every) if config.eval_every else 1),
+        slowdown=clock.slowdown,
     )
-    advice = "Lower --eval-tasks, --steps or --tasks-per-step, or raise --eval-every."
-    return [Finding(name="long", text=text, advice=advice)]
+
+
+class _Clock:
+    """Seconds that the processors spend on this process: those of a machine without other work.
+
+    On a GPU, they are the seconds of the clock.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._threads = torch.get_num_threads()
+        self._is_cpu = next(model.parameters()).device.type == "cpu"
+        self._began = time.perf_counter(), time.process_time()
+
+    def now(self) -> float:
+        return time.process_time() / self._threads if self._is_cpu else time.perf_counter()
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long the clock took since the beginning."""
+        wall, processor = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
+        return wall * self._threads / processor if self._is_cpu else 1.0
 
 
 def _refuse(sizes: Sizes, config: Config, work: Work, free: float) -> dict[str, float]:
@@ -329,6 +420,7 @@ def _sizes(model: Any) -> Sizes:
         layers=shape.num_hidden_layers,
         hidden=shape.hidden_size * weight,
         cached_token=2 * shape.num_hidden_layers * heads * size * weight,
+        on_cpu=not next(model.parameters()).is_cuda,
     )
 
 
@@ -355,6 +447,7 @@ def _adapted(model: Any, config: Config) -> Iterator[Any]:
         yield model
         return
     trains = [(weight, weight.requires_grad) for weight in model.parameters()]
+    decide_mode(model, config)  # noted for good, and logged once: the adapter will be removed
     alpha, targets = settings.lora_alpha, settings.lora_targets
     adapted = add_adapter(model, settings.lora_rank, config.seed, alpha=alpha, targets=targets)
     try:
@@ -378,11 +471,10 @@ def _lengths(
         max_turn_tokens=min(_TURN_TOKENS, limits.max_turn_tokens),
         episode_timeout=min(_SECONDS, limits.episode_timeout),
     )
-    envs = list(agent.environments.envs)
-    tasks = [
-        Task(env_id=envs[n % len(envs)], seed=derive_seed("preflight", n) % HELD_OUT)
-        for n in range(_EPISODES)
-    ]
+    options, held_out = next_options(config.curriculum, []), agent.split().held_out
+    tasks = draw_tasks(
+        agent.environments.weights, seed=config.seed, step=-1, count=_EPISODES, options=options
+    )
     size = usable_ids(agent.model)
     with (
         agent.environments.pool() as pool,
@@ -390,7 +482,8 @@ def _lengths(
             replace(config, rollout=short), lambda: engine, agent.chat, pool, size
         ) as collector,
     ):
-        groups = loop.run(collector.collect(tasks, seed=config.seed, group_size=1))
+        playing = collector.collect(tasks, seed=config.seed, group_size=1, held_out=held_out)
+        groups = loop.run(playing)
     played = [e for group in groups for e in group.episodes if e.turns]
     if not played:  # too slow: an action as long as it may be
         most = limits.max_turn_tokens
@@ -433,12 +526,14 @@ def _read(samples: Sequence[Sample]) -> Lengths:
     )
 
 
-async def _measure_engine(engine: Engine, lengths: Lengths, slots: int, vocabulary: int) -> Rates:
+async def _measure_engine(
+    engine: Engine, lengths: Lengths, slots: int, vocabulary: int, clock: _Clock
+) -> Rates:
     """Measures prompts of random ids, and steps of a few and of many sequences."""
     draw, size = np.random.default_rng(0), int(max(8, lengths.shared + lengths.first))
 
     async def seconds(prompts: Sequence[Sequence[int]], tokens: int) -> float:
-        began = time.perf_counter()
+        began = clock.now()
         await asyncio.gather(
             *(
                 # so hot that sequences with the same prompt part at once
@@ -446,7 +541,7 @@ async def _measure_engine(engine: Engine, lengths: Lengths, slots: int, vocabula
                 for n, ids in enumerate(prompts)
             )
         )
-        return time.perf_counter() - began
+        return clock.now() - began
 
     def prompts(count: int) -> list[list[int]]:
         return [draw.integers(0, vocabulary, size).tolist() for _ in range(count)]
@@ -469,32 +564,40 @@ async def _measure_engine(engine: Engine, lengths: Lengths, slots: int, vocabula
 
 
 def _measure_learner(
-    model: Any, config: Config, lengths: Lengths, rates: Rates, sizes: Sizes, most: int
+    model: Any,
+    config: Config,
+    lengths: Lengths,
+    rates: Rates,
+    sizes: Sizes,
+    most: int,
+    clock: _Clock,
 ) -> tuple[Rates, Sizes]:
     """Measures passes of `most` and of fewer tokens, without an optimiser step."""
     alone = replace(config.learner, minibatches=1, microbatch_tokens=2**30)
     learner = Learner(model, **learner_arguments(replace(config, learner=alone)))
-    peaks, seconds = [], 0.0
+    peaks, sizes_of_rows, seconds = [], [], 0.0
     for tokens in (most // 4, most // 4, most):  # the first allocates the gradients
         samples = _random_samples(tokens, lengths, usable_ids(model))
+        sizes_of_rows.append(sum(len(sample.token_ids) for sample in samples))
         minibatch = learner.score(learner.prepare(samples))[0]
         with _peak(learner.device) as peak:
-            began = time.perf_counter()
+            began = clock.now()
             learner.backward(minibatch)
-            seconds = time.perf_counter() - began
+            seconds = clock.now() - began
         peaks.append(peak[0])
-    began = time.perf_counter()
+    began = clock.now()
     learner.logprobs(minibatch.microbatches[0].row)
-    scored = time.perf_counter() - began
+    scored = clock.now() - began
     learner.optimizer.zero_grad()
     if config.learner.checkpointing:
         model.gradient_checkpointing_disable()
-    token = max(0.0, (peaks[2] - peaks[1]) / (most - most // 4))
+    _, least, most = sizes_of_rows
+    token = max(0.0, (peaks[2] - peaks[1]) / max(1, most - least))
     if config.learner.checkpointing:  # what `memory` expects is the activations without it
         token = max(0.0, token - sizes.hidden * (sizes.layers + 2)) * sizes.layers
     return (
         replace(rates, trained_token=seconds / most, scored_token=scored / most),
-        replace(sizes, pass_token=token, pass_fixed=max(0.0, peaks[1] - token * (most // 4))),
+        replace(sizes, pass_token=token, pass_fixed=max(0.0, peaks[1] - token * least)),
     )
 
 
@@ -511,7 +614,7 @@ def _random_samples(tokens: int, lengths: Lengths, vocabulary: int) -> list[Samp
             engine_logprobs=np.full(sampled, -1.0),
             episode=number,
         )
-        for number in range(max(1, tokens // size))
+        for number in range(max(1, round(tokens / size)))
     ]
 
 
@@ -529,15 +632,21 @@ def _peak(device: torch.device) -> Iterator[list[float]]:
     if not (status.exists() and reset.exists()):
         yield peak
         return
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
+    trim()
     reset.write_text("5")  # the highest use so far becomes the present one
-    before = _high_water(status)
+    before = high_water(status)
     yield peak
-    peak[0] = float(_high_water(status) - before)
+    peak[0] = float(high_water(status) - before)
 
 
-def _high_water(status: Path) -> int:
+def trim() -> None:
+    """Gives memory that is free back to the system."""
+    if function := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        function(0)
+
+
+def high_water(status: Path) -> int:
+    """Returns the most bytes that a process has had in memory."""
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     return 1024 * int(lines["VmHWM"].split()[0])
 

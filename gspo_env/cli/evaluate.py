@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -100,20 +100,22 @@ class Evaluate:
                     temperature=self.temperature,
                     on_group=lambda: show("evaluation", next(done), len(split.tasks)),
                 )
-            print_episodes(groups, self.show)
+            print_episodes(groups, self.show, agent.chat.decode_all)
             print_scores(groups, agent.split(len(groups)))
             for finding in check_first_evaluation(agent.config, groups, "in this evaluation"):
                 print(f"note     {finding}")
 
 
-def print_episodes(groups: Sequence[Group], count: int) -> None:
+def print_episodes(
+    groups: Sequence[Group], count: int, decode: Callable[[Sequence[int]], str] | None = None
+) -> None:
     """Prints an episode of each of the first groups, and then further ones of the same tasks."""
     from gspo_env.episodes import render_episode
 
     rounds = itertools.zip_longest(*(group.episodes for group in groups))
     episodes = (episode for row in rounds for episode in row if episode is not None)
     for episode in itertools.islice(episodes, count):
-        print(render_episode(episode))
+        print(render_episode(episode, decode))
 
 
 def print_scores(groups: Sequence[Group], split: Split) -> None:

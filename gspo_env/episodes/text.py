@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from textwrap import indent
 
 from gspo_env.episodes.schema import EpisodeRecord, TurnRecord
@@ -16,15 +16,24 @@ _MAX_TEXT = 4000
 _VERDICTS = {True: "success", False: "no success", None: "no verdict"}
 
 
-def render_episode(episode: Episode) -> str:
-    """Renders the task, every turn and how the episode ended; hidden characters as escapes."""
+def render_episode(episode: Episode, decode: Callable[[Sequence[int]], str] | None = None) -> str:
+    """Renders the task, every turn and how the episode ended; hidden characters as escapes.
+
+    Args:
+        episode: The episode.
+        decode: Returns the text of token ids; then a turn shows the whole text that the model read,
+            with the list of tools and the marks of the chat template, in place of the observation.
+    """
     prompt, task = episode.prompt, episode.task
     options = ", ".join(f"{name}={value!r}" for name, value in task.options.items())
     parts = [_rule(f"{task.env_id}, seed {task.seed}" + (f", {options}" if options else ""))]
-    if prompt.system is not None:
+    if prompt.system is not None and decode is None:
         parts.append(_block("system prompt", prompt.system))
-    parts += [_block(f"earlier {m.role} message", m.content) for m in prompt.messages]
-    parts += [_turn(number, turn, turn.text) for number, turn in enumerate(episode.turns, start=1)]
+    if decode is None:
+        parts += [_block(f"earlier {m.role} message", m.content) for m in prompt.messages]
+    for number, turn in enumerate(episode.turns, start=1):
+        read = decode(turn.prompt_ids) if decode and turn.prompt_ids else None
+        parts.append(_turn(number, turn, turn.text, read=read))
     verdict = "its environment failed" if episode.failed else _VERDICTS[episode.success]
     end = f"{verdict}: outcome {episode.outcome:+.4g}, stopped by {episode.stop_reason.value}"
     count = f"{len(episode.turns)} turns, {episode.model_tokens} tokens sampled"
@@ -56,7 +65,11 @@ def _earlier_messages(record: EpisodeRecord) -> Iterator[str]:
 
 
 def _turn(
-    number: int, turn: Turn | TurnRecord, action: str, advantages: Sequence[float] = ()
+    number: int,
+    turn: Turn | TurnRecord,
+    action: str,
+    advantages: Sequence[float] = (),
+    read: str | None = None,
 ) -> str:
     title = f"turn {number}: reward {turn.reward:+.4g}"
     if advantages:
@@ -64,7 +77,8 @@ def _turn(
     if turn.action_ids:
         title += f", {len(turn.prompt_ids)} tokens read, {len(turn.action_ids)} sampled"
     longest = _MAX_TEXT if isinstance(turn, TurnRecord) else None
-    blocks = [_block("observation", turn.observation, longest), _block("action", action, longest)]
+    before = ("read", read) if read is not None else ("observation", turn.observation)
+    blocks = [_block(*before, longest), _block("action", action, longest)]
     return "\n".join([_rule(title, "-"), *blocks])
 
 

@@ -19,10 +19,12 @@ def short(kind, folder, **changes):
     return train(recipe, str(folder / "run"), **settings)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("rank", "large"), [(0, False), (2, False), (2, True)])
 def test_a_run_with_a_hybrid_says_so_once_and_trains_on_what_its_engine_sampled(
-    rank, tmp_path, caplog
+    rank, large, tmp_path, caplog, monkeypatch
 ):
+    if large:  # then the preflight adds an adapter and removes it
+        monkeypatch.setattr("gspo_agents.gspo.is_small", lambda model: False)
     history = short("LFM2", tmp_path, learner={"lora_rank": rank})
     (difference,) = (m["train/logprob_diff_max"] for _, m in history if "train/loss" in m)
     assert difference <= check.BOUND

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from gspo_agents.gspo import GSPOAgent
 from gspo_agents.preflight import Sizes, Work, check, memory, remedies
 from gspo_env.config import Config, override
+from gspo_env.env.base import TextEnv
 from gspo_env.errors import TrainingError
 from gspo_env.model.thread_speed import best, measure
 
@@ -48,6 +50,16 @@ WORK = Work(tokens=6000, longest=500, slots=64)
 )
 def test_each_part_of_the_memory_follows_from_the_settings(changes, part, size):
     assert memory(SIZES, override(Config(), changes), WORK)[part] == pytest.approx(size)
+
+
+def test_a_cpu_has_more_copies_in_bfloat16_and_holds_a_checkpoint_in_memory():
+    on_cpu, config = dataclasses.replace(SIZES, on_cpu=True), Config(model_dtype="bfloat16")
+    parts = memory(on_cpu, config, WORK)
+    assert parts["copies"] == 2e6  # in the order of the engine's kernels
+    assert parts["cache"] == 64 * 500 * 750  # keys in float32
+    small = dataclasses.replace(WORK, tokens=1, longest=1)
+    assert memory(on_cpu, Config(), small)["checkpoint"] == 12e6
+    assert "largest pass" not in memory(on_cpu, Config(), small)
 
 
 @pytest.mark.parametrize("free", [5e6, 1e8, 2e8, 4e8, 6e8])
@@ -94,6 +106,31 @@ def test_a_preflight_leaves_model_and_generators_as_they_were(agent, capsys, ran
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert [w.requires_grad for w in agent.model.parameters()] == trains
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Keyed(TextEnv):
+    """Has eight tasks and notes the one that each environment was reset to last."""
+
+    num_tasks = 8
+    last: ClassVar[dict[int, str]] = {}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        key = self.last[id(self)] = str(seed % 8)
+        return f"task {key}", {"task_key": key}
+
+    def step(self, action):
+        return "", 1.0, True, False, {}
+
+
+def test_a_preflight_plays_no_task_that_is_held_out(agent, capsys):
+    config = Config(tasks_per_step=2, eval_tasks=8, tracker="none")
+    mixture = GSPOAgent(agent.model, [Keyed, "gspo/Lookup-v0"], config, agent.tokenizer)
+    (held_out,) = [keys for name, keys in mixture.split().held_out.items() if "Keyed" in name]
+    Keyed.last.clear()
+    check(mixture, ())
+    assert Keyed.last
+    assert not held_out.intersection(Keyed.last.values())
 
 
 def test_what_cannot_fit_is_refused_before_training(agent, monkeypatch):
