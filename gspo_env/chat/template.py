@@ -19,7 +19,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +37,7 @@ Chat = Sequence[Mapping[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]
 """Tools in OpenAI's function format."""
 
-_ID = "call00000"
+_ID, _LONG_ID = "call00000", "call_0123456789abcdef"
 _CACHE_BYTES = 1 << 24
 """Bytes of the conversations that are kept with their renderings."""
 _LONGEST_ERROR = 500
@@ -113,8 +112,8 @@ class ChatTemplate:
     def _render_fitted(self, key: str, conversation: tuple[Chat, Schemas, bool]) -> str:
         """Renders a conversation; `key` identifies it in the cache."""
         messages, schemas, generation = conversation
-        if self._call_id != _ID:
-            messages = load_function("gspo_env.chat.call_ids:with_ids", "ids")(messages)
+        if any(m.get("tool_calls") for m in messages) and self._limits_ids:
+            messages = _change("with_ids", messages, names=self._call_id != _ID)
         shown = [self.shows(m.get("tool_calls", ())) for m in messages]
         if self.reads_calls and not all(shown):
             self._warn("does not show these tool calls; the text of their message has them")
@@ -194,19 +193,37 @@ class ChatTemplate:
         )
         return next(shown, _ID)
 
+    @cached_property
+    def _limits_ids(self) -> bool:
+        """Whether the template takes only some ids of calls."""
+        arguments: Any = "{}" if self.takes_text_arguments else {}
+        return self.shows_calls and not self._shown_call(arguments, call_id=_LONG_ID)
+
+    @cached_property
+    def _takes_results(self) -> bool:
+        """Whether the template shows the role `tool` behind a call."""
+        arguments: Any = "{}" if self.takes_text_arguments else {}
+        return self.marker(1) in self._shown_call(arguments, roles=("tool",))
+
     def _shown_call(
-        self, arguments: Any, messages: int = 3, calls: int = 1, call_id: str = ""
+        self,
+        arguments: Any,
+        messages: int = 3,
+        calls: int = 1,
+        call_id: str = "",
+        roles: Sequence[str] = ("tool", "user"),
     ) -> str:
         """Returns the rendering of messages, the second with a call, or nothing if it is absent."""
         name, call_id = self._called, call_id or self._call_id
         function = {"name": name, "arguments": arguments}
         call = {"type": "function", "id": call_id, "function": function}
         for content in ("x", ""):
-            for follow in ({"role": "tool", "tool_call_id": call_id, "name": name}, {}):
-                user, action, result = _chat(("user", "assistant", "user"))
+            for role in roles:
+                user, action, result = _chat(("user", "assistant", role))
                 action |= {"tool_calls": [call] * calls, "content": content}
-                chat = [user, action, result | follow][:messages]
-                shown = self._probe(chat, generation=messages > 2)
+                result |= {"content": self.marker(1)}
+                result |= {"tool_call_id": call_id, "name": name} if role == "tool" else {}
+                shown = self._probe([user, action, result][:messages], generation=messages > 2)
                 if name in shown:
                     return shown
         return ""
@@ -327,13 +344,15 @@ class ChatTemplate:
             messages, schemas = _list_tools(messages, schemas), ()
         if any(m["role"] == "system" for m in messages[1:]) and not self._takes_systems:
             self._warn("refuses or drops system messages behind the first; the user says them")
-            messages = _with_one_system(messages)
+            messages = _change("with_one_system", messages)
         if messages[0]["role"] == "system" and not self.takes_system:
             self._warn("refuses system messages; the first user message begins with the text")
-            messages = _folded(messages)
+            messages = _change("folded", messages)
         if any(m["role"] == "tool" for m in messages) and not self.takes_tool_role:
-            messages = [{**m, "role": "user"} if m["role"] == "tool" else m for m in messages]
-        return messages if self._takes_repeats else _without_repeats(messages), schemas
+            messages = _change("without_results", messages, keeps=self._takes_results)
+        if not self._takes_repeats:
+            messages = _change("without_repeats", messages)
+        return messages, schemas
 
     def _warn(self, what: str) -> None:
         if what not in self._warnings:
@@ -368,33 +387,9 @@ def _list_tools(messages: Chat, schemas: Schemas) -> Chat:
     return [{**first, "content": f"{first['content']}\n\n{listing}".strip()}, *others]
 
 
-def _folded(messages: Chat) -> Chat:
-    """Moves the system text to the start of the first user message."""
-    system, *others = messages
-    if not others or others[0]["role"] != "user":
-        return [{"role": "user", "content": system["content"]}, *others]
-    return [*_without_repeats([{**system, "role": "user"}, others[0]]), *others[1:]]
-
-
-def _with_one_system(messages: Chat) -> Chat:
-    """Joins the system messages that come first; later ones are the user's."""
-    leading = list(takewhile(lambda message: message["role"] == "system", messages))
-    roles = [
-        {**m, "role": "user"} if m["role"] == "system" else m for m in messages[len(leading) :]
-    ]
-    return [*_without_repeats(leading, "system"), *roles]
-
-
-def _without_repeats(messages: Chat, role: str = "user") -> Chat:
-    """Joins messages of a role that follow each other."""
-    joined: list[Mapping[str, Any]] = []
-    for message in messages:
-        if joined and message["role"] == joined[-1]["role"] == role:
-            text = "\n\n".join(filter(None, (joined[-1]["content"], message["content"])))
-            joined[-1] = {**joined[-1], "content": text}
-        else:
-            joined.append(message)
-    return joined
+def _change(name: str, messages: Chat, **options: bool) -> Chat:
+    changed: Chat = load_function(f"gspo_env.chat.fit:{name}", "change")(messages, **options)
+    return changed
 
 
 def _chat(roles: Sequence[str]) -> list[dict[str, Any]]:

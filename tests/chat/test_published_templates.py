@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from gspo_env.chat.action import message_for_template
 from gspo_env.chat.conversation import Transcript
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.env.tools import as_tool, format_tool_call, tool
@@ -389,6 +390,39 @@ def test_calls_have_ids_that_name_the_tool_if_the_template_writes_only_ids():
     assert "functions.look:0" in shown
     assert "functions.look:1" in shown
     assert "<tool_call>" not in shown
+
+
+MISTRAL = (
+    "{% for m in messages if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}"
+    "{{ raise_exception('ids have length 9') }}{% endif %}[TOOL_RESULTS]{{ m.content }}"
+    "{{ m.tool_call_id }}[/TOOL_RESULTS]{% elif m.tool_calls %}[TOOL_CALLS]["
+    "{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
+    "{{ raise_exception('ids have length 9') }}{% endif %}{{ (c.function | tojson)[:-1] }}, "
+    '"id": "{{ c.id }}"}{{ "" if loop.last else ", " }}{% endfor %}]<|im_end|>'
+    "{% elif m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("ids", [("", ""), ("call_0123456789", "call_9876543210")])
+def test_results_of_calls_reach_a_template_that_takes_only_ids_of_nine_letters(ids):
+    tokenizer = build_tokenizer(["find it"])
+    tokenizer.chat_template = MISTRAL
+    template = ChatTokenizer(tokenizer).template
+    calls = [dataclasses.replace(CALL, id=i) for i in ids]
+    messages = [
+        Message(role="user", content="find it"),
+        Message(role="assistant", content="", tool_calls=tuple(calls)),
+        *(Message(role="tool", content=f"r{n}", tool_call_id=i) for n, i in enumerate(ids)),
+    ]
+    text = template.text.to_text(template.render([message_for_template(m) for m in messages]))
+    assert [c.id for c in parse_tool_calls(text, [LOOK])] == ["call00000", "call00001"]
+    assert text.endswith(
+        "[TOOL_RESULTS]r0call00000[/TOOL_RESULTS][TOOL_RESULTS]r1call00001[/TOOL_RESULTS]"
+    )
 
 
 @pytest.mark.parametrize("name", UNREAD)
