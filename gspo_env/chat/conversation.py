@@ -321,7 +321,7 @@ class Transcript:
         for message, source in zip(turn.messages, turn.sources, strict=True):
             action = None if source is None else self._turns[source].action
             form = None if action is None else action.recognize(message)
-            if form and action and not self.chat.template.shows(form.get("tool_calls", ())):
+            if form and action and not self.chat.template.shows(form):
                 form = action.for_template()  # only the sampled text has a form of the calls
             messages.append(form or message_for_template(message))
         rendering = self.chat.template.render(messages, [tool.schema for tool in turn.tools])

@@ -84,9 +84,8 @@ def with_ids(messages: Chat, *, names: bool) -> Chat:
         if calls:
             message["tool_calls"] = calls
         if message["role"] == "tool" and waiting:
-            given = message.get("tool_call_id")
-            message["tool_call_id"] = waiting.pop(
-                given if given in waiting else next(iter(waiting))
-            )
+            call_id = message.get("tool_call_id")
+            call_id = call_id if call_id in waiting else next(iter(waiting))
+            message["tool_call_id"] = waiting.pop(call_id)
         result.append(message)
     return result

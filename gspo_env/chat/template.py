@@ -114,7 +114,7 @@ class ChatTemplate:
         messages, schemas, generation = conversation
         if any(m.get("tool_calls") for m in messages) and self._limits_ids:
             messages = _change("with_ids", messages, names=self._call_id != _ID)
-        shown = [self.shows(m.get("tool_calls", ())) for m in messages]
+        shown = [self.shows(message) for message in messages]
         if self.reads_calls and not all(shown):
             self._warn("does not show these tool calls; the text of their message has them")
         write = _with_text_arguments if self.takes_text_arguments else dict
@@ -152,13 +152,28 @@ class ChatTemplate:
         """Whether the template shows the calls of an assistant's message."""
         return self.reads_calls and bool(self._shown_call({}) or self.takes_text_arguments)
 
-    def shows(self, calls: Sequence[Any]) -> bool:
-        """Returns whether the template shows the calls of a message; some refuse more than one."""
-        return not calls or (self.shows_calls and (len(calls) < 2 or self._shows_several))
+    def shows(self, message: Mapping[str, Any]) -> bool:
+        """Returns whether the template shows the calls of a message.
+
+        Some templates refuse or drop the second call, or calls beside a text.
+        """
+        calls = message.get("tool_calls", ())
+        is_alone = len(calls) < 2 or self._shows_several
+        is_plain = not message["content"] or self._shows_beside_text
+        return not calls or (self.shows_calls and is_alone and is_plain)
 
     @cached_property
     def _shows_several(self) -> bool:
-        return bool(self._shown_call("{}" if self.takes_text_arguments else {}, calls=2))
+        one, two = (self._shown_call(self._empty, calls=n).count(self._called) for n in (1, 2))
+        return two > one
+
+    @cached_property
+    def _shows_beside_text(self) -> bool:
+        return bool(self._shown_call(self._empty, contents=("x",)))
+
+    @property
+    def _empty(self) -> Any:
+        return "{}" if self.takes_text_arguments else {}
 
     @cached_property
     def takes_text_arguments(self) -> bool:
@@ -196,14 +211,12 @@ class ChatTemplate:
     @cached_property
     def _limits_ids(self) -> bool:
         """Whether the template takes only some ids of calls."""
-        arguments: Any = "{}" if self.takes_text_arguments else {}
-        return self.shows_calls and not self._shown_call(arguments, call_id=_LONG_ID)
+        return self.shows_calls and not self._shown_call(self._empty, call_id=_LONG_ID)
 
     @cached_property
     def _takes_results(self) -> bool:
         """Whether the template shows the role `tool` behind a call."""
-        arguments: Any = "{}" if self.takes_text_arguments else {}
-        return self.marker(1) in self._shown_call(arguments, roles=("tool",))
+        return self.marker(1) in self._shown_call(self._empty, roles=("tool",))
 
     def _shown_call(
         self,
@@ -212,12 +225,13 @@ class ChatTemplate:
         calls: int = 1,
         call_id: str = "",
         roles: Sequence[str] = ("tool", "user"),
+        contents: Sequence[str] = ("x", ""),
     ) -> str:
         """Returns the rendering of messages, the second with a call, or nothing if it is absent."""
         name, call_id = self._called, call_id or self._call_id
         function = {"name": name, "arguments": arguments}
         call = {"type": "function", "id": call_id, "function": function}
-        for content in ("x", ""):
+        for content in contents:
             for role in roles:
                 user, action, result = _chat(("user", "assistant", role))
                 action |= {"tool_calls": [call] * calls, "content": content}

@@ -248,6 +248,7 @@ def test_several_calls_of_an_action_are_in_the_next_prompt_of_every_template(cha
     shown = chat.decode_all(opening.ids)
     assert "amber found" in shown
     assert "cedar found" in shown
+    assert min(shown.count(key) for key in ("amber", "cedar")) > 1  # in the calls too
 
 
 UNREAD = {
@@ -405,6 +406,22 @@ MISTRAL = (
     "{% elif m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>"
     "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
 )
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "{% if loop.first %}<tool_call>{{ c.function | tojson }}</tool_call>{% endif %}",
+        "{% if not m.content %}<tool_call>{{ c.function | tojson }}</tool_call>{% endif %}",
+    ],
+)
+def test_calls_that_a_template_drops_beside_others_or_a_text_are_in_the_text(form, calls):
+    template = with_calls(form).template
+    said = Message(role="assistant", content="I look.", tool_calls=(CALL,) * calls)
+    chat = [as_dict(Message(role="user", content="x")), as_dict(said)]
+    text = template.text.to_text(template.render(chat, generation=False))
+    assert parse_tool_calls(text.partition("I look.")[2].strip(), [LOOK]) == [CALL] * calls
 
 
 @pytest.mark.parametrize("ids", [("", ""), ("call_0123456789", "call_9876543210")])
