@@ -26,8 +26,6 @@ _SPLITS = (
 """Ways to split a text before its bytes are merged, of which `transformers` reads these right."""
 _IGNORED = ("rope.scaling.type", "rope.scaling.factor")
 """Ends of the names of metadata that `transformers` does not read, and that change the logits."""
-_SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-"""Special tokens by their names in metadata; some versions of `transformers` mix them up."""
 
 
 def load_gguf(name: str, dtype: str = "auto") -> tuple[Any, Any]:
@@ -58,13 +56,11 @@ def load_gguf(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     try:
         with _read_once():
-            head_dim, special = _check_file(name, path)
+            head_dim = _check_file(name, path)
             config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False, **where)
             if head_dim is not None:  # which transformers does not read for every architecture
                 config.head_dim = head_dim
             tokenizer = AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **where)
-            for kind, token_id in special.items():
-                setattr(tokenizer, _SPECIAL[kind], tokenizer.convert_ids_to_tokens(token_id))
             load: Any = AutoModelForCausalLM
             model, report = load.from_pretrained(
                 path.parent,
@@ -132,11 +128,8 @@ def _packaged_file(name: str) -> Path:
     return files[0]
 
 
-def _check_file(name: str, path: Path) -> tuple[int | None, dict[str, int]]:
-    """Refuses a file that `transformers` would read wrongly.
-
-    Returns:
-        The size of a head, if known, and the ids of the special tokens.
+def _check_file(name: str, path: Path) -> int | None:
+    """Refuses a file that `transformers` would read wrongly; returns the size of a head, if known.
 
     Raises:
         ModelError: It is damaged, or one of those.
@@ -181,6 +174,4 @@ def _check_file(name: str, path: Path) -> tuple[int | None, dict[str, int]]:
     if problem := next((text for text, holds in problems.items() if holds), None):
         raise ModelError(f"the GGUF file {name!r} {problem}")
     head_dim = read(f"{architecture}.attention.key_length")
-    named = {kind: read(f"tokenizer.ggml.{kind}_token_id") for kind in _SPECIAL}
-    special = {kind: int(token_id) for kind, token_id in named.items() if token_id is not None}
-    return None if head_dim is None else int(head_dim), special
+    return None if head_dim is None else int(head_dim)
