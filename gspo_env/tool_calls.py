@@ -43,17 +43,17 @@ REASONING = {
 """The marks around reasoning."""
 MARKS = (
     *(HERMES, XML, "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "<|tool_call_start|>"),
-    *("<|python_start|>", "<|tool_call>call:", '<atem:invoke name="', "<invoke name="),
+    *("<|python_start|>", "<|tool_call>call:", "<invoke name="),
     *("<function name=", "<|tools_prefix|>", "to=functions.", "<|channel|>commentary to="),
     *("<|tool_call_begin|>", "<\uff5ctool\u2581call\u2581begin\uff5c>", "<ifm|tool_call>"),
-    *('<steptml:invoke name="', '<|open|>call tool="', "<|plamo:begin_tool_name:plamo|>"),
+    *('<|open|>call tool="', "<|plamo:begin_tool_name:plamo|>"),
     *("]<]minimax[>[<tool_call>", "<start_function_call>call:", "<function_calls>", "<TOOLCALL>"),
     *("<tool_calls>", "<|START_ACTION|>", "<longcat_tool_call>", "<|action_start|><|plugin|>"),
     *("<|function_call|>", "<function_call>", "functools[", "<|tool_call:begin|>", "```tool_code"),
 )
-"""Marks that begin a call, of all families but DeepSeek's DSML, whose bars vary."""
-BARS = r"[ |\uff5c\u2016]{0,5}"
-"""The bars around the name of DSML, as a pattern; some servers double or change them."""
+"""Marks that begin a call, of all families whose tags have no namespace."""
+SPACE = r"(?:\w{1,16}:|[ |\uff5c\u2016]{0,5}DSML[ |\uff5c\u2016]{0,5})"
+"""What precedes the names of XML tags, as a pattern: a namespace, or DSML in any bars."""
 _IN_REASONING = (
     "the tool call is in the reasoning, write it behind </think> or the mark that ends it."
 )
@@ -414,4 +414,4 @@ DECODER = json.JSONDecoder(
     parse_constant=_reject_constant, parse_float=_finite, object_pairs_hook=_unique
 )
 """Decodes JSON without NaN, infinite numbers and keys that an object has twice."""
-MARK = re.compile("|".join([*map(re.escape, MARKS), rf'<{BARS}DSML{BARS}invoke name="']))
+MARK = re.compile("|".join([*map(re.escape, MARKS), rf'<{SPACE}invoke name="']))

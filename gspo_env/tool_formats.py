@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from gspo_env.tool_calls import (
-    BARS,
     DECODER,
     END_OF_HERMES,
     HERMES,
     MARK,
+    SPACE,
     XML,
     Reading,
     Schemas,
@@ -33,7 +33,6 @@ _BEFORE = (
     "<\uff5ctool\u2581calls\u2581begin\uff5c>",
     "<|tool_calls_section_begin|>",
     "<|tool_call_section_begin|>",
-    "<atem:function_calls>",
     "<minimax:tool_call>",
     "<seed:tool_call>",
     "<dots_function_call>",
@@ -53,7 +52,6 @@ _BEFORE = (
 _ENDS = (
     "</tool_call>",
     "<|/tool_call|>",
-    "</atem:function_calls>",
     "</minimax:tool_call>",
     "</seed:tool_call>",
     "</dots_function_call>",
@@ -77,9 +75,9 @@ _ENDS = (
     "<|eom|>",
 )
 """Marks behind a call that belong to none."""
-_DSML_CALLS = rf"{BARS}DSML{BARS}\w{{0,16}}(?:calls|_use)[|\uff5c]?"
-_BEFORE_DSML = re.compile(rf"<{_DSML_CALLS}>?\s*\Z")
-_AFTER = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, _ENDS))}|</{_DSML_CALLS}>?))*")
+_SPACED_CALLS = rf"{SPACE} ?\w{{0,16}}(?:calls|_use)[|\uff5c]?"
+_BEFORE_SPACED = re.compile(rf"<{_SPACED_CALLS}>?\s*\Z")
+_AFTER = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, _ENDS))}|</{_SPACED_CALLS}>?))*")
 _ARGUMENTS, _CALL_ID, _MISTRAL = "[ARGS]", "[CALL_ID]", "[TOOL_CALLS]"
 _CDATA = "<![CDATA["
 _ON_LINES = re.compile(r"\n.*\n|\r\n.*\r\n", re.DOTALL)
@@ -123,16 +121,17 @@ _END_OF_IFM, _IFM = (
     re.compile(r"<ifm\|arg_type>\w*</ifm\|arg_type>|(?<=<)ifm\||(?<=</)ifm\|"),
 )
 _REACT = re.compile(
-    r"\bAction:[ \t]*([\w.-]{1,200})[ \t]*"
-    r"(?:\n+Action Input:\s*(?:```\w*\n)?|(?:\n[ActionIputn ]*)?\Z)"
+    r"(?:\bAction|\u273fFUNCTION\u273f):[ \t]*([\w.-]{1,200})[ \t]*(?:"
+    r"\n+(?:Action Input|\u273fARGS\u273f):\s*(?:```\w*\n)?|(?:\n[ActionIputn ]*)?\Z|(?=[(\[{]))"
 )
 """The start of a call of ReAct, with its name."""
+_OBSERVED = re.compile("\nObservation|\u273fRESULT\u273f")
 _END_OF_APERTUS = "<|tools_suffix|>"
 _NAMESPACE = "]<]minimax[>["
 _MINIMAX_TAG = re.compile(rf"{re.escape(_NAMESPACE)}<(/?)([^<>]+)>")
 _NAMED = re.compile(r"\s*[\w.-]+\s*\{")
 _MORE = re.compile(r"\s*(?P<name>[\w.-]{1,200})(?:\[CALL_ID\](?P<id>\w{1,200}))?\[ARGS\]\s*")
-_PYTHON_NAME = re.compile(r"\s*([A-Za-z_][\w.]*)\(")
+_PYTHON_NAME = re.compile(r"\s*(?:print\()?(?:default_api\.)?([A-Za-z_][\w.]*)\(")
 _PYTHON_VALUE = re.compile(r"None|True|False|\[.*\]|\{.*\}", re.DOTALL)
 _ITEM = "item"
 """The name of an element of a list."""
@@ -177,7 +176,7 @@ def _without_end(text: str, marks: Sequence[str]) -> str:
 
 def without_start_marks(text: str) -> str:
     """Returns the text before a call without the marks at its end that open a list of calls."""
-    return _without_end(_BEFORE_DSML.sub("", text), _BEFORE)
+    return _without_end(_BEFORE_SPACED.sub("", text), _BEFORE)
 
 
 def skip_end_marks(text: str, start: int) -> int:
@@ -700,7 +699,7 @@ def read_bare(
     if fenced:
         return fenced, len(body)
     body = _CLOSING.sub("", body)
-    if schemas and (react := _react(body.partition("\nObservation")[0], schemas, limit)):
+    if schemas and (react := _react(_OBSERVED.split(body, 1)[0], schemas, limit)):
         return react
     match = _BARE.search(body, 0, limit) if schemas and limit else None
     start = match.end() if match else skip_space(body, 0)
@@ -738,7 +737,7 @@ def _react(
     headers = [
         header
         for header in islice(_REACT.finditer(text, 0, limit), _MOST_BLOCKS)
-        if header[1] in schemas or text.startswith("{", header.end())
+        if header[1] in schemas or ("\n" in header[0] and text.startswith("{", header.end()))
     ]
     ends = [header.start() for header in headers[1:]]
     calls: list[ToolCall | ToolCallError] = []
@@ -778,8 +777,8 @@ def _values(text: str, start: int) -> tuple[list[Any], int]:
         value, end, fault = decode(text, position)
         if fault:
             break
-        if isinstance(value, dict) and value.keys() == {"tool_calls"}:
-            value = value["tool_calls"]
+        if isinstance(value, dict) and value.keys() in ({"tool_calls"}, {"function_call"}):
+            (value,) = value.values()
         values += map(_renamed, value if isinstance(value, list) else [value])
         position = skip_space(text, end)
         divided = text.startswith((";", ","), position)

@@ -507,6 +507,16 @@ SPELLINGS = [
         "<ifm|tool_calls><ifm|tool_call>look</ifm|tool_call></ifm|tool_calls>",
         {},
     ),
+    (
+        '<ns:function_calls><ns:invoke name="look"><ns:parameter name="word">a</ns:parameter>'
+        "</ns:invoke></ns:function_calls>",
+        {"word": "a"},
+    ),
+    ('{"function_call": {"name": "look", "arguments": "{\\"word\\": \\"a\\"}"}}', {"word": "a"}),
+    (
+        '\u273fFUNCTION\u273f: look\n\u273fARGS\u273f: {"word": "a"}\n\u273fRESULT\u273f: ?',
+        {"word": "a"},
+    ),
     ('Action: look\nAction Input:\n```json\n{"word": "a"}\n```', {"word": "a"}),
     ('Action: look\n\nAction Input: {"word": "a"}\nObservation: ?\nAction: leave', {"word": "a"}),
     ('Action:\n```json\n[{"tool_name": "look", "parameters": {"word": "a"}}]```', {"word": "a"}),
@@ -598,6 +608,9 @@ def test_an_action_that_is_cut_anywhere_makes_no_other_call(family):
             ["look", "leave"],
         ),
         ("Action: look\nAction Input: amber", [""]),
+        ('Action: look ({"word": "a"})', [""]),
+        ('Action: climb {"word": "a"}', []),
+        ("```tool_code\nprint(look(word='a'))\n```", [""]),
         ("Thought: I look.\nAction: look", [""]),
         ('Action: climb\nAction Input: {"word": "a"}', ["climb"]),
         ("Action: climb", []),
