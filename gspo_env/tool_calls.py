@@ -22,6 +22,8 @@ from gspo_env.types import Message, ToolCall
 HERMES, END_OF_HERMES, XML = "<tool_call>", "</tool_call>", "<function="
 _MOST_MALFORMED = 32
 """Malformed calls after which the rest of a text is not searched, so that the time is linear."""
+MOST_THOUGHTS = 32
+"""Reasoning at the start of an action that is split off, so that the time is linear."""
 _DEEPEST = 90
 """Most levels of the arguments of a call, which a request of 100 levels holds."""
 _SPACE: Any = json.decoder.WHITESPACE  # type: ignore[attr-defined]
@@ -211,11 +213,11 @@ def split_reasoning(text: str, in_reasoning: bool = False) -> tuple[str | None, 
         ('two links', 'stone')
     """
     thoughts: list[str] = []
-    while True:
+    while len(thoughts) < MOST_THOUGHTS:
         start = text.lstrip()
         mark = next(filter(start.startswith, REASONING), "")
         if not mark and not in_reasoning:
-            return "\n".join(filter(None, thoughts)) if thoughts else None, text
+            break
         ends = [REASONING[mark]] if mark else REASONING.values()
         thought = start.removeprefix(mark)
         place, end = min(((thought.find(e), e) for e in ends if e in thought), default=(None, ""))
@@ -223,6 +225,7 @@ def split_reasoning(text: str, in_reasoning: bool = False) -> tuple[str | None, 
         if place is None:
             return "\n".join(filter(None, thoughts)), None
         text, in_reasoning = thought[place + len(end) :].lstrip("\n"), False
+    return "\n".join(filter(None, thoughts)) if thoughts else None, text
 
 
 def levels(tree: Any) -> Iterator[list[Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 from gspo_env.chat.encode import BoundedCache, TextEncoder, map_texts
 from gspo_env.env.base import clean
 from gspo_env.registry import load_function
-from gspo_env.tool_calls import REASONING, parse_message
+from gspo_env.tool_calls import MOST_THOUGHTS, REASONING, parse_message
 from gspo_env.types import Message
 
 _CACHE_BYTES = 1 << 24
@@ -183,8 +183,8 @@ class ActionParser:
         content, opened = body, is_open
         reasoning: str | None = None
         start, end = map(encoder.to_rendering, ("<think>", "</think>"))
-        while self.splits_reasoning and end in content:
-            if not opened and not content.lstrip().startswith(start):
+        for _ in range(MOST_THOUGHTS if self.splits_reasoning else 0):
+            if end not in content or not (opened or content.lstrip().startswith(start)):
                 break
             thought, _, rest = content.partition(end)
             thoughts = [reasoning, thought.rpartition(start)[2].strip("\n")]
