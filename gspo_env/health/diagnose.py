@@ -62,7 +62,8 @@ def lines(diagnosis: Diagnosis) -> list[str]:
         shown += ["", f"{number}. {finding.text} [{finding.name}]", f"   Try: {finding.advice}"]
     if not diagnosis.findings:
         judged = len(RULES) - len(diagnosis.not_judged)
-        shown += ["", f"Nothing wrong was found by {judged} rules."]
+        but = ", but the run warned while it trained" if run.warnings else ""
+        shown += ["", f"Nothing wrong was found by {judged} rules{but}."]
     if diagnosis.consequences:
         shown += ["", f"Consequences of these: {', '.join(diagnosis.consequences)}."]
     if diagnosis.notes:

@@ -99,11 +99,14 @@ def closing(
 
 def _better_checkpoint(history: History, folder: Path, tasks: int) -> list[str]:
     """Names the best checkpoint, if it is better than the last."""
-    evaluations = [
+    snapshots = [
         EvalSnapshot.from_metrics(step, metrics, tasks)
         for step, metrics in history
-        if step > 0 and "eval/success" in metrics
+        if "eval/success" in metrics
     ]
+    if worse := _worse_than_before(snapshots):
+        return [worse]
+    evaluations = [e for e in snapshots if e.step > 0]
     checkpoint = folder / "checkpoints" / "best"
     if len(evaluations) < 2 or not (checkpoint / "model").is_dir():
         return []
@@ -116,6 +119,21 @@ def _better_checkpoint(history: History, folder: Path, tasks: int) -> list[str]:
         f"{last.success:.1%}{', which may be chance' if chance else ''}: "
         f"gspo-env evaluate {shlex.quote(str(checkpoint))}"
     ]
+
+
+def _worse_than_before(evaluations: Sequence[EvalSnapshot]) -> str:
+    """Says that no evaluation is as good as the one before training; empty if one is."""
+    if len(evaluations) < 2 or evaluations[0].step:
+        return ""
+    (first, *others), last = evaluations, evaluations[-1]
+    if any(e.success >= first.success for e in others):
+        return ""
+    chance = may_be_chance(first, last, len(others))
+    return (
+        f"Training made it worse: {first.success:.1%} before, {last.success:.1%} after"
+        f"{', which may be chance' if chance else ''}. Lower --learner.learning-rate, or raise "
+        "--tasks-per-step."
+    )
 
 
 def results(history: History, split: Split, skipped_demonstrations: int) -> list[str]:

@@ -225,7 +225,13 @@ class MLflowTracker:
 
     def log_traces(self, traces: Sequence[Trace]) -> None:
         """Records traces, many in a request; a repeated trace replaces the first."""
-        self._opened.traces.write(traces)
+        try:
+            self._opened.traces.write(traces)
+        except NotImplementedError as error:  # a store of plain files
+            raise NotImplementedError(
+                "this store keeps no traces; expected an SQLite file or a server, or "
+                "--tracker.traces 0"
+            ) from error
 
     def finish(self, status: Status, reason: str) -> None:
         """Ends the run; the tag `error` says why it failed."""

@@ -315,6 +315,17 @@ def test_the_command_prints_sentences_or_json_and_hides_what_acts_on_a_terminal(
     assert tree["not_judged"] == []
 
 
+def test_a_run_that_warned_is_not_called_faultless(tmp_path, capsys):
+    folder = write(tmp_path / "run", {})
+    main(["diagnose", str(folder)])
+    assert re.search(r"Nothing wrong was found by \d+ rules\.", capsys.readouterr().out)
+    (folder / "warnings.txt").write_text("collapse: return fell to 0.1\n")
+    main(["diagnose", str(folder)])
+    shown = capsys.readouterr().out
+    assert "rules, but the run warned while it trained." in shown
+    assert "Note: The run warned: return fell to 0.1" in shown
+
+
 def test_the_error_that_ended_a_run_is_kept_until_it_goes_on(tmp_path):
     folder = write(tmp_path)
     with (

@@ -97,3 +97,12 @@ def test_a_long_curve_is_thinned_out_between_its_ends():
     drawn = sparkline([float(n) for n in range(1000)])
     assert len(drawn) == 60
     assert drawn == "".join(sorted(drawn))
+
+
+def test_training_that_made_the_model_worse_says_so():
+    history = [(0, {"eval/success": 0.5}), (1, {"eval/success": 0.25}), (2, {"eval/success": 0.0})]
+    line = closing(history, Path("r"), tasks=256)[2]
+    assert line.startswith("Training made it worse: 50.0% before, 0.0% after. Lower --learner.")
+    assert "after, which may be chance." in closing(history, Path("r"), tasks=2)[2]
+    better = [*history, (3, {"eval/success": 0.5})]
+    assert not any("worse" in line for line in closing(better, Path("r"), tasks=256))
