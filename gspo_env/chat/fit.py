@@ -41,6 +41,16 @@ def without_repeats(messages: Chat, role: str = "user") -> Chat:
     return joined
 
 
+def without_empty(messages: Chat) -> Chat:
+    """Gives answers that say nothing a space."""
+    return [
+        {**m, "content": " "}
+        if m["role"] == "assistant" and not m["content"] and not m.get("tool_calls")
+        else m
+        for m in messages
+    ]
+
+
 def without_results(messages: Chat, *, keeps: bool) -> Chat:
     """Makes results the user's.
 

@@ -260,6 +260,11 @@ class ChatTemplate:
     def _takes_repeats(self) -> bool:
         return self._accepts("user", "user", "assistant", "user", "user")
 
+    @cached_property
+    def _takes_empty(self) -> bool:
+        chat = _chat(("user", "assistant", "user"))
+        return bool(self._probe([chat[0], chat[1] | {"content": ""}, chat[2]]))
+
     def _accepts(self, *roles: str) -> bool:
         """Returns whether the template shows messages of these roles, each once."""
         chat = [{"role": role, "content": self.marker(n)} for n, role in enumerate(roles)]
@@ -366,6 +371,8 @@ class ChatTemplate:
             messages = _change("without_results", messages, keeps=self._takes_results)
         if not self._takes_repeats:
             messages = _change("without_repeats", messages)
+        if not self._takes_empty:
+            messages = _change("without_empty", messages)
         return messages, schemas
 
     def _warn(self, what: str) -> None:

@@ -408,6 +408,19 @@ MISTRAL = (
 )
 
 
+def test_an_action_that_says_nothing_is_no_error_where_the_template_refuses_it():
+    tokenizer = build_tokenizer(["find it"])
+    tokenizer.chat_template = TEMPLATE.replace(
+        "{% for m in messages %}",
+        "{% for m in messages %}{% if not m.content %}{{ raise_exception('empty') }}{% endif %}",
+    )
+    chat = ChatTokenizer(tokenizer)
+    transcript = Transcript(chat, Prompt())
+    transcript.read("find it")
+    transcript.write([chat.end_of_turn])
+    assert "find it again" in chat.decode_all(transcript.read("find it again").ids)
+
+
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize(
     "form",
