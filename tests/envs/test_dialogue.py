@@ -11,8 +11,8 @@ from pretend_judge import serve
 
 from gspo_env import check_env, format_tool_call, make_env, tool
 from gspo_env.errors import ConfigError, ToolServerError
+from gspo_envs.dialogue.env import ScriptedUser
 from gspo_envs.dialogue.task import PERSONAS, DialogueTask, Domain, Fact
-from gspo_envs.dialogue.users import ScriptedUser
 
 DOMAINS = ("orders", "bookings")
 SHOP = f"{Path(__file__).parents[2] / 'examples/shop.py'}:Shop"

@@ -32,10 +32,6 @@ def _call(name: str, **arguments: str) -> ToolCall:
     return ToolCall(name=name, arguments=arguments)
 
 
-def _fact(keywords: str, text: str, question: str) -> Fact:
-    return Fact(keywords=keywords, text=text, question=question)
-
-
 def _task(random: Any, script: Any, opening: str, facts: Any, actions: Any) -> DialogueTask:
     """Returns a task that must be refused if it has a single action, which only looks."""
     return DialogueTask(
@@ -64,12 +60,12 @@ class Orders(Domain):
         script = ["CREATE TABLE orders (number TEXT PRIMARY KEY, item, city, status);"]
         script += [f"INSERT INTO orders VALUES {row!r};" for row in zip(*columns, strict=True)]
         opening, change = f"Hello, I want to cancel my {item}.", _call("cancel_order", order=order)
-        facts = [_fact("number", f"My order is #{order}.", "What is the number of your order?")]
+        facts = [Fact("number", f"My order is #{order}.", "What is the number of your order?")]
         if random.integers(2):
             city = _pick(random, _CITIES.replace(old_city, ""))
             opening = f"Hello, please send my {item} to another city."
             text = f'The new city is "{city}".'
-            facts.append(_fact("where city address", text, "Where should we send it?"))
+            facts.append(Fact("where city address", text, "Where should we send it?"))
             change = _call("send_order", order=order, city=city)
         actions = [_call("show_order", order=order), *([change] if status == "pending" else [])]
         return _task(random, script, opening, facts, actions)
@@ -127,8 +123,8 @@ class Bookings(Domain):
         script += ["CREATE TABLE days (day TEXT PRIMARY KEY, free INTEGER);"]
         script += [f"INSERT INTO bookings VALUES {row!r};" for row in rows]
         script += [f"INSERT INTO days VALUES {row!r};" for row in free.items()]
-        facts = [_fact("name", f'My name is "{guest}".', "What is your name?")]
-        facts += [_fact("day when", f'Put me on "{day}".', "For which day?")]
+        facts = [Fact("name", f'My name is "{guest}".', "What is your name?")]
+        facts += [Fact("day when", f'Put me on "{day}".', "For which day?")]
         book = [_call("book_table", guest=guest, day=day)] if free[day] else []
         actions = [_call("free_tables", day=day), *book]
         return _task(random, script, "I would like a table.", facts, actions)

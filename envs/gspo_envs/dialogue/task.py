@@ -30,7 +30,7 @@ REFUSAL = r"\b(cannot|can.?t|can not|unable|not possible|not allowed)\b"
 """Pattern of a message that refuses a request."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Fact:
     """What the user says when a message has one of the keywords, which are separated by blanks."""
 
