@@ -4,11 +4,16 @@
 
 For each problem and policy it prints the bias of the expected update and its noise: the standard
 deviation of an update from the same number of sampled turns, divided by the length of its mean.
+
+    python studies/credit/branching.py comparisons/branching_lookup comparisons/branching_dialogue
+
+This records the curves of comparisons in `studies/data/branching.json` and prints their table.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -17,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_env.compare.stats import holm, paired_interval, paired_permutation_test
 from gspo_env.credit import GiGPO, GroupGAE, Outcome, ReturnsToGo
 from gspo_env.credit.branches import BranchBaseline, BranchedEpisode
 from gspo_env.credit.estimators import Estimator
@@ -28,6 +34,8 @@ from studies.credit.exact import TASK, Problem, all_right, key_and_door, may_sto
 
 BUDGET = 64
 """Sampled turns of an update."""
+DATA = Path(__file__).resolve().parents[1] / "data" / "branching.json"
+"""Curves of `eval/return` over episodes and sampled tokens, by problem, arm and seed."""
 
 
 def decided_early(turns: int) -> Problem:
@@ -143,7 +151,56 @@ def arms(problem: Problem) -> dict[str, Enumeration]:
     return kinds
 
 
-if __name__ == "__main__":
+def record(folders: Sequence[str]) -> None:
+    """Writes the curves of finished comparisons to `DATA`."""
+    problems: dict[str, Any] = {}
+    for path in sorted(p for each in folders for p in Path(each).glob("runs/*/*/*/result.json")):
+        problem, arm, seed = (part.rsplit("-", 1)[0] for part in path.parts[-4:-1])
+        history = [metrics for _, metrics in json.loads(path.read_text())["history"]]
+        evals = [metrics for metrics in history if "eval/return" in metrics]
+        problems.setdefault(problem, {}).setdefault(arm, {})[seed] = {
+            "episodes": [metrics["eval/episodes_before"] for metrics in evals],
+            "return": [round(metrics["eval/return"], 6) for metrics in evals],
+            "success": [metrics["eval/success"] for metrics in evals],
+            "tokens": sum(metrics.get("rollout/tokens", 0.0) for metrics in history),
+        }
+    DATA.write_text(json.dumps(problems) + "\n")
+
+
+def table() -> list[str]:
+    """Returns a row for each arm of `DATA`; the differences are from `returns_to_go`."""
+    rows, tests = [], []
+    for problem, arms in json.loads(DATA.read_text()).items():
+        last = min(max(r["episodes"][-1] for r in runs.values()) for runs in arms.values())
+        plain = next(iter(arms["returns_to_go"].values()))["episodes"]
+        grid = sorted({*(x for x in plain if x < last), last})  # what all arms have
+        curves = {
+            arm: np.array([np.interp(grid, r["episodes"], r["return"]) for r in runs.values()])
+            for arm, runs in arms.items()
+        }
+        areas = {a: np.trapezoid(c, grid, axis=1) / grid[-1] for a, c in curves.items()}
+        for arm in ("returns_to_go", "outcome", "branch_baseline"):
+            runs = arms[arm].values()
+            end, success = np.mean(
+                [[r[n][-1] for r in runs] for n in ("return", "success")], axis=1
+            )
+            tokens = np.mean([run["tokens"] for run in runs])
+            row = f"| {problem} | `{arm}` | {areas[arm].mean():.3f} | {end:.2f} | {success:.0%} "
+            row += f"| {tokens:,.0f} |"
+            if arm != "returns_to_go":
+                change = areas[arm] - areas["returns_to_go"]
+                low, high = paired_interval(change)
+                row += f" {change.mean():.3f} ({low:.3f} to {high:.3f}) |"
+                tests.append(paired_permutation_test(areas[arm], areas["returns_to_go"]))
+            rows.append(row)
+    ps = iter(holm(tests))
+    return [row + (f" {next(ps):.4f} |" if " to " in row else "  |  |") for row in rows]
+
+
+if __name__ == "__main__" and sys.argv[1:]:
+    record(sys.argv[1:])
+    print("\n".join(table()))
+elif __name__ == "__main__":
     for title, problem in PROBLEMS.items():
         print(f"\n{title}: bias and noise of {BUDGET} turns at 30 % and 90 % of the best return")
         for name, groups in arms(problem).items():

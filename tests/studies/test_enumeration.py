@@ -16,7 +16,7 @@ from gspo_env.credit import (
 from gspo_env.credit.branches import BranchBaseline
 from gspo_env.errors import ConfigError
 from gspo_env.registry import BUILTIN, find
-from studies.credit.branching import BranchedEnumeration
+from studies.credit.branching import DATA, BranchedEnumeration, table
 from studies.credit.enumeration import Enumeration, direction, policy_at
 from studies.credit.evidence import EvidenceCalibrated
 from studies.credit.exact import (
@@ -178,3 +178,7 @@ def test_policy_gradient_reaches_the_best_return_and_giving_up_is_infinite():
     assert 0 < quick < 2000
     never = episodes_to_target(additive(2), ReturnsToGo(), step_size=1e-6, limit=80)
     assert never == np.inf
+
+
+def test_the_page_has_the_table_of_the_recorded_comparisons():
+    assert "\n".join(table()) in (DATA.parents[1] / "README.md").read_text()
