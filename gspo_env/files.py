@@ -125,6 +125,25 @@ def parse_toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
+def check_types(value: Any, like: Any, name: str = "state") -> None:
+    """Checks that JSON, which a stranger may have written, has the types of other JSON.
+
+    Only what both have is compared, and no items of lists.
+
+    Raises:
+        ValueError: A value has another type, or is a number that no count and no time can be.
+    """
+    if isinstance(like, dict) and isinstance(value, dict):
+        for key in like.keys() & value.keys():
+            check_types(value[key], like[key], f"{name}.{key}")
+    elif like is not None:
+        number = isinstance(like, (int, float))
+        kinds = (int, float) if number else (list, tuple) if isinstance(like, tuple) else type(like)
+        right = isinstance(value, kinds)
+        if not right or (number and not abs(value) <= 2**53):
+            raise ValueError(f"{name} is {value!r:.80}")
+
+
 def write_file(folder: Path, name: str | PurePath, write: Callable[[Path], object]) -> None:
     """Has a file below a folder written beside its place, and renames it.
 

@@ -218,24 +218,47 @@ def needs_flags(config: Config) -> dict[str, Any]:
     return {".".join(place): value for place, value in untrusted}
 
 
-def record(folder: Path, config: Config) -> None:
+def record(folder: Path, config: Config, model: str = "") -> None:
     """Records in the user's state directory that they train in this folder with these settings.
 
     Settings that need no flag are left out.
+
+    Args:
+        folder: Folder of the run.
+        config: The settings.
+        model: Name or folder of the model, if it is loaded by name.
     """
     untrusted = needs_flags(config)
-    if not untrusted:
+    if not untrusted and not model:
         return
     try:
         path = _record_path(folder)
         part = path.with_suffix(f".{os.getpid()}")
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part.write_text(json.dumps(_describe(untrusted)))
+        part.write_text(json.dumps(_describe(untrusted) | {"model": model}))
         part.replace(path)
     except (OSError, RuntimeError) as error:  # there is no home
         logger.warning(
             "cannot note what %s was trained with (%s): its use needs flags such as --env",
             *(folder, error),
+        )
+
+
+def check_model(folder: Path, model: str, named: str = "") -> None:
+    """Refuses to load a model that only the folder of a run names; resuming would fetch it.
+
+    Args:
+        folder: Folder of the run.
+        model: Name or folder of the model; empty if the run has it.
+        named: The one that the user names.
+
+    Raises:
+        ConfigError: No record says that the user trained it there.
+    """
+    if model not in ("", named, (_read_record(folder) or {}).get("model")):
+        raise ConfigError(
+            f"the run {str(folder)!r} begins with the model {_as_json(model)}, and {_NO_RECORD}; "
+            f"if you trust it, add {_flag('model', model, '')}"
         )
 
 

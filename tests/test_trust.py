@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import threading
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -386,6 +387,27 @@ def test_a_run_of_somebody_else_resumes_only_with_the_flag(capsys, mine):
         GSPOAgent.resume("run")
     main(["train", "--resume", "run", "--steps", "3", "--env", "mine.py:Mine"])
     assert read_saved("run").settings()["steps"] == 3
+
+
+def test_a_run_that_begins_with_a_model_elsewhere_resumes_only_with_the_flag(capsys, foreign):
+    base = str(foreign({"env": "gspo/Additive-v0"}))
+    main(["train", *SHORT, "--model", base, "--output", "run"])
+    main(["train", "--resume", "run", "--steps", "2"])
+    Path("state/gspo-env/trained").rename("gone")
+    assert f"add --model {base}" in refused(capsys, "train", "--resume", "run", "--steps", "3")
+    with pytest.raises(ConfigError, match="begins with the model"):
+        GSPOAgent.resume("run")
+    main(["train", "--resume", "run", "--steps", "3", "--model", base])
+
+
+def test_damaged_settings_of_a_checkpoint_are_one_sentence(capsys, mine):
+    path = max((mine / "checkpoints").glob("step-*")) / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"config": "x"}))
+    manifest = path.with_name("manifest.json")
+    files = json.loads(manifest.read_text())
+    files["files"]["state.json"] = [path.stat().st_size, sha256(path.read_bytes()).hexdigest()]
+    manifest.write_text(json.dumps(files))
+    assert "are damaged" in refused(capsys, "train", "--resume", str(mine))
 
 
 def test_an_environment_that_was_moved_keeps_the_numbers_of_its_folder(mine):

@@ -179,7 +179,7 @@ class GSPOAgent:
         self.folder = checkpoints.run
         if resumed is not None:
             findings += check_changed_files(self.folder, needs_flags(config))
-        record(self.folder, config)
+        record(self.folder, config, self._source)
         self._trained, self._resumed = True, None
         info = run_info(config, self.env_id, mode, self.folder, ids)
         with (

@@ -155,7 +155,7 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
         return _base(tree | named, choices, env_kwargs, flags), table
 
     if resume:
-        tree = command.saved(resume, choices | {"env_kwargs": env_kwargs}, env)
+        tree = command.saved(resume, choices | {"env_kwargs": env_kwargs, "model": model}, env)
         config, table = from_dict(tree | named), {"resume": resume}
     elif file:
         config, table = load_function("gspo_env.cli.config_file:read_config", "config")(file, read)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gspo_env import __version__
 from gspo_env.cli.options import Run
 from gspo_env.redaction import visible
 from gspo_env.registry import load_function
-from gspo_env.trust import find_saved
+from gspo_env.trust import check_model, find_saved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +30,9 @@ class Train(Run):
         """Returns the settings of a run to resume."""
         from gspo_env.training.resume import saved_settings
 
-        return saved_settings(folder).settings(flags, env=env)
+        tree = saved_settings(folder).settings(flags, env=env)
+        check_model(Path(folder), str(tree.get("model", "")), str(flags.get("model", "")))
+        return tree
 
     def run(self) -> None:
         """Trains, in this process or as one of several that torchrun started."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gspo_env.errors import TrainingError
+from gspo_env.files import check_types
 
 if TYPE_CHECKING:
     from gspo_env.learner.learner import Learner
@@ -57,6 +58,7 @@ def restore(
     Raises:
         TrainingError: A tensor is missing, unknown or of another shape.
     """
+    check_types(saved, numbers(learner))
     places = _places(learner)
     state: dict[int, dict[str, Any]] = {
         int(index): dict(values) for index, values in saved["optimizer"]["values"].items()

@@ -17,6 +17,7 @@ from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.scores import ScoreChoice, Scores
 from gspo_env.errors import GspoEnvError, OutputError
+from gspo_env.files import check_types
 from gspo_env.health.findings import Finding
 from gspo_env.health.startup import check_first_steps
 from gspo_env.learner.settings import Trainer
@@ -34,6 +35,12 @@ from gspo_env.training.rollout_buffer import Batch, RolloutBuffer
 from gspo_env.training.split import Split, draw_tasks
 from gspo_env.training.weight_check import check_sync
 from gspo_env.types import Episode, FloatArray, Group, Score, Task
+
+_DAMAGE = (
+    *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError),
+    SafetensorError,
+)
+"""What the state of a stranger raises where it is no state of a run."""
 
 logger = logging.getLogger(__name__)
 
@@ -263,14 +270,18 @@ class Loop:
             self._restore(checkpoint, checkpoint.numbers)
         except GspoEnvError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+        except _DAMAGE as error:
             raise OutputError(
                 f"{str(checkpoint.folder)!r} is damaged: {type(error).__name__}: {error}; expected "
                 "the checkpoint of a run"
             ) from error
 
     def _restore(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
+        check_types(state, self._state())
         self.step, self.played = int(state["step"]), float(state["played"])
+        if not 0 <= self.step <= self.config.steps:
+            raise ValueError(f"step is {self.step}")
+        check_types(state["best"], {"step": 0, "success": 0.0})
         self.best = dict(state["best"])
         self.history = [(int(step), dict(metrics)) for step, metrics in state["history"]]
         self.results = [StepResult(**result) for result in state["results"]]

@@ -21,7 +21,7 @@ from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.files import check_folder, parse_toml
 from gspo_env.tracking.base import MODEL, flatten
 from gspo_env.training.checkpoints import START, Checkpoint, Checkpoints, damage
-from gspo_env.trust import SavedSettings, parse, read_settings
+from gspo_env.trust import SavedSettings, check_model, parse, read_settings
 
 _CHANGEABLE = (
     "steps",
@@ -141,8 +141,14 @@ def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> 
         ConfigError: Another setting differs, the run has done more steps already, or the
             checkpoint names something that the user has to give; see `gspo_env.trust`.
     """
-    text = checkpoint.numbers["config"]
-    saved = parse(run / "config.toml", text)
+    text, model = checkpoint.numbers["config"], checkpoint.numbers["model"]
+    check_model(run, model, "" if config is None else config.model)
+    try:
+        saved = parse(run / "config.toml", text)
+    except ConfigError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise OutputError(f"the settings in a checkpoint of {str(run)!r} are damaged") from error
     requested = {} if config is None else flatten(tomllib.loads(to_toml(config)))
     same = {name: value for name, value in saved.untrusted.items() if requested.get(name) == value}
     moved = config is not None and moved_only(saved.env, config.env)
@@ -157,6 +163,7 @@ def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> 
     old, new = flatten(before), flatten(config)
     for name in sorted({*old, *new}):
         allowed = name.startswith(_CHANGEABLE) or (name == "env" and moved)
+        allowed = allowed or (name == "model" and new.get(name) == model)
         if old.get(name) != new.get(name) and not allowed:
             raise ConfigError(
                 f"{name} is {new.get(name)!r}, and {old.get(name)!r} in the run that is resumed; "
@@ -239,7 +246,7 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
     import torch
 
     if "threads" in states and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(states["threads"], os.cpu_count() or 1))
+        torch.set_num_threads(max(1, min(states["threads"], os.cpu_count() or 1)))
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
     kind, keys, *rest = states["numpy"]

@@ -162,7 +162,14 @@ FORGED = {
     "a list": ("state.json", b"[]", "state.json has no step"),
     "a step that is a list": ("state.json", {"step": []}, "state.json has no step"),
     "an unknown result": ("state.json", {"results": [{"x": 1}]}, "is damaged: TypeError"),
-    "a history that is a number": ("state.json", {"history": 5}, "is damaged: TypeError"),
+    "a history that is a number": ("state.json", {"history": 5}, "is damaged: ValueError"),
+    "a negative step": ("state.json", {"step": -1}, "is damaged: ValueError: step is -1"),
+    "a best step that is text": (
+        *("state.json", {"best": {"step": "x"}}, "is damaged: ValueError: state.step is 'x'"),
+    ),
+    "a score that is text": ("state.json", {"score": {"_turns": "x"}}, "_turns is 'x'"),
+    "a huge count": ("state.json", {"buffer": {"next": 10**30}}, "buffer.next is 1000"),
+    "a learner of texts": ("state.json", {"learner": {"loss_scale": "x"}}, "loss_scale is 'x'"),
     "a learner without its parts": ("state.json", {"learner": {}}, "is damaged: "),
     "tensors that are text": ("state-00001.safetensors", b"x" * 99, "is damaged: Safetensor"),
 }
