@@ -258,7 +258,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_repeats(self) -> bool:
-        return self._accepts("user", "user", "assistant", "user", "user")
+        return self._accepts("user", "user")
 
     @cached_property
     def _takes_empty(self) -> bool:
