@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -9,6 +10,9 @@ from typing import Any
 
 Chat = Sequence[Mapping[str, Any]]
 
+_HOW_TO_CALL = (
+    'To call a tool, write <tool_call>{"name": "NAME", "arguments": {"KEY": "VALUE"}}</tool_call>.'
+)
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -99,3 +103,30 @@ def with_ids(messages: Chat, *, names: bool) -> Chat:
             message["tool_call_id"] = waiting.pop(call_id)
         result.append(message)
     return result
+
+
+def with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Appends the calls of a message to its content."""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
+    lines = [message["content"], *(f"<tool_call>{call}</tool_call>" for call in calls)]
+    others = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**others, "content": "\n".join(filter(None, lines))}
+
+
+def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes the arguments of the calls of a message as JSON."""
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
+def list_tools(messages: Chat, schemas: Chat) -> Chat:
+    """Adds a list of the tools, and the form of a call, to the system message."""
+    lines = [json.dumps(schema, ensure_ascii=False) for schema in schemas]
+    listing = "\n".join(["Tools:", *lines, _HOW_TO_CALL])
+    first, *others = messages
+    if first["role"] != "system":
+        return [{"role": "system", "content": listing}, *messages]
+    return [{**first, "content": f"{first['content']}\n\n{listing}".strip()}, *others]

@@ -12,7 +12,6 @@ cannot be a part of one.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import secrets
@@ -44,9 +43,6 @@ _LONGEST_ERROR = 500
 _GLUE, _SEPARATOR = "\udfff", "\udffe"
 """Marks what may begin a control token in a template, and the letters of texts; in no rendering."""
 _LETTER = re.compile("[\ud800-\udbff][\udc00-\udfff]|\\S")
-_HOW_TO_CALL = (
-    'To call a tool, write <tool_call>{"name": "NAME", "arguments": {"KEY": "VALUE"}}</tool_call>.'
-)
 _SCHEMA_WORDS = """type function name description parameters object properties required string
 number integer boolean array null items enum default title format anyOf oneOf allOf const $ref
 id arguments"""
@@ -117,9 +113,9 @@ class ChatTemplate:
         shown = [self.shows(message) for message in messages]
         if self.reads_calls and not all(shown):
             self._warn("does not show these tool calls; the text of their message has them")
-        write = _with_text_arguments if self.takes_text_arguments else dict
+        write = _change_of("with_text_arguments") if self.takes_text_arguments else dict
         messages = [
-            (write if is_shown else _with_calls)(m) if m.get("tool_calls") else m
+            (write if is_shown else _change_of("with_calls"))(m) if m.get("tool_calls") else m
             for m, is_shown in zip(messages, shown, strict=True)
         ]
         schemas = map_texts(schemas, clean)
@@ -129,7 +125,9 @@ class ChatTemplate:
             if not schemas or not self.shows_tools:
                 raise
             self._warn(f"cannot show these tools ({error}); the system message lists them")
-            return self._render(*self._fit(_list_tools(messages, schemas), ()), generation)
+            return self._render(
+                *self._fit(_change_of("list_tools")(messages, schemas), ()), generation
+            )
 
     def marker(self, index: int) -> str:
         """Returns a text that stands for a message; nobody can guess it, and its case is none."""
@@ -360,7 +358,7 @@ class ChatTemplate:
         if schemas and not self.shows_tools:
             what = "does not list tools" if self.reads_calls else "writes calls that are not read"
             self._warn(f"{what}; the system message lists the tools and how to call one")
-            messages, schemas = _list_tools(messages, schemas), ()
+            messages, schemas = _change_of("list_tools")(messages, schemas), ()
         if any(m["role"] == "system" for m in messages[1:]) and not self._takes_systems:
             self._warn("refuses or drops system messages behind the first; the user says them")
             messages = _change("with_one_system", messages)
@@ -381,35 +379,12 @@ class ChatTemplate:
             logger.warning("The chat template %s.", what)
 
 
-def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Appends the calls of a message to its content."""
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
-    lines = [message["content"], *(f"<tool_call>{call}</tool_call>" for call in calls)]
-    others = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**others, "content": "\n".join(filter(None, lines))}
-
-
-def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes the arguments of the calls of a message as JSON."""
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "tool_calls": calls}
-
-
-def _list_tools(messages: Chat, schemas: Schemas) -> Chat:
-    """Adds a list of the tools, and the form of a call, to the system message."""
-    lines = [json.dumps(schema, ensure_ascii=False) for schema in schemas]
-    listing = "\n".join(["Tools:", *lines, _HOW_TO_CALL])
-    first, *others = messages
-    if first["role"] != "system":
-        return [{"role": "system", "content": listing}, *messages]
-    return [{**first, "content": f"{first['content']}\n\n{listing}".strip()}, *others]
+def _change_of(name: str) -> Any:
+    return load_function(f"gspo_env.chat.fit:{name}", "change")
 
 
 def _change(name: str, messages: Chat, **options: bool) -> Chat:
-    changed: Chat = load_function(f"gspo_env.chat.fit:{name}", "change")(messages, **options)
+    changed: Chat = _change_of(name)(messages, **options)
     return changed
 
 
