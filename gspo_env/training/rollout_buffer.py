@@ -279,6 +279,8 @@ class RolloutBuffer:
         self.gate.version = version
         self.gate.admitted = self._next
         self.gate.dropped = len(self._waiting)
+        if self._next < 0 or self.gate.capacity < 0:  # no group would ever be played
+            raise ValueError(f"buffer.next is {self._next}")
 
     def _admit(self) -> None:
         """Begins to play as many groups as there is room for."""

@@ -169,6 +169,11 @@ FORGED = {
     ),
     "a score that is text": ("state.json", {"score": {"_turns": "x"}}, "_turns is 'x'"),
     "a huge count": ("state.json", {"buffer": {"next": 10**30}}, "buffer.next is 1000"),
+    "more groups than were admitted": (
+        "state.json",
+        {"buffer": {"next": 10**9, "open": []}},
+        "buffer.next is",
+    ),
     "a learner of texts": ("state.json", {"learner": {"loss_scale": "x"}}, "loss_scale is 'x'"),
     "a learner without its parts": ("state.json", {"learner": {}}, "is damaged: "),
     "tensors that are text": ("state-00001.safetensors", b"x" * 99, "is damaged: Safetensor"),
