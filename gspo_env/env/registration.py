@@ -186,13 +186,19 @@ def make_env(spec: str | type, **kwargs: Any) -> gymnasium.Env[str, str]:
             f"{env_id} cannot be made{f' with {redact(kwargs)}' if kwargs else ''}: "
             f"{_reason(error)}{_near_argument(env_id, error)}"
         ) from error
-    make_synchronous(type(env.unwrapped), METHODS)
+    kind = type(env.unwrapped)
+    make_synchronous(kind, METHODS)
     for name in ("observation_space", "action_space"):
         if not isinstance(space := getattr(env, name, None), Text):
             env.close()
             raise EnvironmentContractError(
                 f"{env_id}: its {name} is {space}, expected text (UnicodeText), as TextEnv has it."
             )
+    if missing := [n for n in ("reset", "step") if getattr(kind, n) is getattr(gymnasium.Env, n)]:
+        env.close()
+        raise EnvironmentContractError(
+            f"{env_id}: {kind.__name__} has no {' and no '.join(missing)}; expected both methods"
+        )
     if longest is not None:
         env.unwrapped.observation_space = UnicodeText(longest)
     return env

@@ -101,7 +101,7 @@ def test_a_class_needs_no_file_and_anything_else_is_one_clear_error() -> None:
 
 def test_another_class_with_the_name_of_the_first_is_said(caplog) -> None:
     def defined(place: str) -> type:
-        return type("Twice", (TextEnv,), {"__qualname__": f"{place}.Twice"})
+        return type("Twice", (Small,), {"__qualname__": f"{place}.Twice"})
 
     for place, lines in [("a", 0), ("a", 0), ("b", 1), ("b", 1)]:
         found = defined(place)
@@ -129,6 +129,14 @@ def test_arguments_reach_the_environment_and_bad_ones_are_named() -> None:
         gspo_env.make_env("gspo/Lookup-v0", hop=3)
     with pytest.raises(ConfigError, match="expected 1 <= hops"):
         gspo_env.make_env("gspo/Lookup-v0", hops=(3, 2))
+
+
+def test_an_environment_without_its_methods_is_refused() -> None:
+    class Still(TextEnv):
+        """Has no step."""
+
+    with pytest.raises(EnvironmentContractError, match="Still has no step; expected both methods"):
+        make_env(Still)
 
 
 def test_an_environment_without_text_is_refused() -> None:
