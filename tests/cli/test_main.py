@@ -76,7 +76,7 @@ def test_train_says_both_figures_and_evaluate_reports_its_folder(capsys, tmp_pat
     assert capsys.readouterr().out == greedy
     main(["evaluate", "out", "--tasks", "5", "--max-turn-tokens", "2", "--show", "3"])
     output = capsys.readouterr().out
-    assert output.count("system prompt:") == 3
+    assert output.count("read:\n  | <|im_start|>system") == 3
     assert "2 sampled" in output
     shutil.copytree("out/model", "plain", ignore=shutil.ignore_patterns("gspo_env.json"))
     plain = ["--model", "plain", "--env", "gspo/Lookup-v0"]
