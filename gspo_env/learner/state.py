@@ -57,6 +57,7 @@ def restore(
 
     Raises:
         TrainingError: A tensor is missing, unknown or of another shape.
+        ValueError: A tensor has a number that is NaN or infinite.
     """
     check_types(saved, numbers(learner))
     places = _places(learner)
@@ -65,6 +66,8 @@ def restore(
     }
     for name, tensor in named:
         kind, _, rest = name.partition(".")
+        if kind != "buffers" and not tensor.isfinite().all():
+            raise ValueError(f"{name} is not finite")
         if kind == "optimizer":
             index, _, key = rest.partition(".")
             state.setdefault(int(index), {})[key] = tensor.clone()  # `tensor` may be a mapped file

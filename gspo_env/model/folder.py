@@ -29,6 +29,11 @@ _CONFIGS = re.compile(
     r"|chat_template\.(json|jinja)"
 )
 """Names of files that describe the model."""
+_HUB_FILES = [
+    *("config.json", "*_config.json", "tokenizer.*", "tokenizer_*.json", "vocab.*", "merges.txt"),
+    *("*.tiktoken", "*_tokens*.json", "*.index.json", "chat_template.*", "*chat_templates/*"),
+]
+"""Patterns of the files of a hub id without its weights."""
 _MOST_PARTS = 10_000
 """Layers or labels of a model, for each of which its config gets an item."""
 
@@ -65,37 +70,36 @@ def _hub_problem() -> str:
     return ""
 
 
-def locate_tokenizer(name: str) -> tuple[str, bool, Any]:
-    """Returns a model's folder or hub id, whether to ask the hub for nothing, and its tokenizer.
+def locate_tokenizer(name: str) -> tuple[str, dict[str, Any], Any]:
+    """Returns a model's folder or hub id, what `from_pretrained` needs to read it, its tokenizer.
+
+    The files of a hub id that describe the model are loaded and checked first, and all others are
+    of the same commit.
 
     Raises:
         ModelError: There is no such model, or its tokenizer cannot be loaded.
     """
-    name, local, offline = _locate(name)
-    return name, local, _load_tokenizer(name, local, offline)
-
-
-def _load_tokenizer(name: str, local: bool, offline: str) -> Any:
-    """Loads a tokenizer.
-
-    Args:
-        name: Folder or hub id.
-        local: Whether to ask the hub for nothing.
-        offline: Why the hub does not answer; empty if it does, or is not needed.
-
-    Raises:
-        ModelError: It cannot be loaded.
-    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError
     from transformers import AutoTokenizer
 
+    name, local, offline = _locate(name)
+    where: dict[str, Any] = {"local_files_only": local}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False, local_files_only=local
-        )
+        if not Path(name).is_dir():
+            files = snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=local)
+            _check_files(name, Path(files))
+            where["revision"] = Path(files).name
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **where)
         check_tokenizer(tokenizer)
-        return tokenizer
+        return name, where, tokenizer
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"the hub has no model {name!r}, or you have no access to it; expected a model folder, "
+            "or a hub id"
+        ) from error
     except Exception as error:
-        if offline:
+        if offline and not isinstance(error, ModelError):
             raise ModelError(
                 f"there is no folder {name!r}, no model of that name in the cache of Hugging Face, "
                 f"and its hub does not answer ({offline}); expected a model folder, or a hub id"
@@ -104,7 +108,7 @@ def _load_tokenizer(name: str, local: bool, offline: str) -> Any:
 
 
 def check_place(name: str) -> None:
-    """Checks the files of a model folder; a name that can be no hub id has to be a folder.
+    """Checks a model's name, and the files of a folder; what can be no hub id has to be a folder.
 
     Raises:
         ModelError: There is no such folder, or it has no tokenizer, an adapter, or files that no
@@ -118,6 +122,15 @@ def check_place(name: str) -> None:
         if inside or not _HUB_ID.fullmatch(name):
             raise ModelError(f"there is no folder {name!r}; expected a model folder or a hub id")
         return
+    _check_files(name, folder)
+
+
+def _check_files(name: str, folder: Path) -> None:
+    """Checks the files of a model in a folder, which may be a snapshot of the hub.
+
+    Raises:
+        ModelError: It has no tokenizer, an adapter, or files that no model has.
+    """
     if not any((folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")):
         raise ModelError(
             f"the model folder {name!r} has no tokenizer; save one into it with "
@@ -229,3 +242,20 @@ def _growth(part: Any) -> float:
     ratio = max(1.0, ratio, len(part.get("prepend") or ""))
     parts = (part.get("normalizers") or ()), (part.get("decoders") or ())
     return ratio * math.prod(map(_growth, itertools.chain(*parts)))
+
+
+def check_weights(name: str, model: Any) -> None:
+    """Refuses weights with which every result would be NaN.
+
+    Raises:
+        ModelError: A weight is NaN or infinite.
+    """
+    for key, weight in model.named_parameters():
+        if weight.is_floating_point() and weight.itemsize > 1 and weight.numel():  # not 8 bits
+            low, high = weight.detach().aminmax()
+            if not math.isfinite(low) or not math.isfinite(high):
+                dtype = str(weight.dtype).removeprefix("torch.")
+                raise ModelError(
+                    f"the weights {visible(key)} of {name!r} are not finite in {dtype}: they are "
+                    f"from {float(low)} to {float(high)}; expected a model whose weights are numbers"
+                )

@@ -123,13 +123,11 @@ def load_model(
         load_gguf = load_function("gspo_env.model.gguf:load_gguf", "model")
         pair: tuple[Any, Any] = load_gguf(name, dtype)
         return pair
-    name, local, tokenizer = load_function(f"{_CHECKS}:locate_tokenizer", "model")(name)
+    name, where, tokenizer = load_function(f"{_CHECKS}:locate_tokenizer", "model")(name)
     try:
         if dtype == "auto" and not torch.cuda.is_available():
             dtype = "float32"
-        config = transformers.AutoConfig.from_pretrained(
-            name, trust_remote_code=False, local_files_only=local
-        )
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **where)
         load_function(f"{_CHECKS}:check_config", "model")(name, config)
         model, info = getattr(transformers, kind).from_pretrained(
             name,
@@ -137,12 +135,13 @@ def load_model(
             dtype=dtype,
             trust_remote_code=False,
             weights_only=True,
-            local_files_only=local,
             output_loading_info=True,
+            **where,
         )
         if missing := sorted(info["missing_keys"]):
             some = ", ".join(missing[:3])
             raise ModelError(f"the model {name!r} has no {some} ({len(missing)} weights missing)")
+        load_function(f"{_CHECKS}:check_weights", "model")(name, model)
     except ModelError:
         raise
     except Exception as error:

@@ -270,3 +270,72 @@ def test_a_folder_is_replaced_where_two_cannot_be_exchanged(tmp_path, monkeypatc
             (part / "weights").write_text(text)
         assert (tmp_path / "model" / "weights").read_text() == text
     assert list(tmp_path.iterdir()) == [tmp_path / "model"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_weights_that_are_not_finite_are_refused_with_their_name(folder, name, value):
+    weights = load_file(folder / "model.safetensors")
+    weights[name].view(-1)[-1] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"the weights {name} of .* are not finite"):
+        load_model(str(folder))
+
+
+def test_weights_that_are_infinite_only_in_the_chosen_dtype_are_refused(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = 1e6
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    load_model(str(folder))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight of .* are not finite in float16"):
+        load_model(str(folder), "float16")
+
+
+@pytest.fixture
+def hub_model(folder, monkeypatch):
+    """The folder of the model "someone/theirs" in a cache of the hub, whose files are links."""
+    cache = folder.parent / "cache"
+    place = cache / "models--someone--theirs"
+    snapshot = place / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for blobs in (place / "blobs", place / "refs"):
+        blobs.mkdir()
+    (place / "refs" / "main").write_text(snapshot.name)
+    for file in list(folder.iterdir()):
+        file.rename(place / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(Path("../../blobs", file.name))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return place
+
+
+def test_a_hub_model_is_loaded_from_the_cache(hub_model, model):
+    loaded, tokenizer = load_model("someone/theirs")
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, model.get_parameter(name))
+    assert loaded.config.name_or_path == tokenizer.name_or_path == "someone/theirs"
+
+
+def test_a_hub_model_has_the_checks_of_a_folder(hub_model):
+    blob = hub_model / "blobs" / "config.json"
+    text = blob.read_text()
+    change(blob, num_labels=10**9)
+    with pytest.raises(ModelError, match="num_labels 1,000,000,000"):
+        load_model("someone/theirs")
+    blob.write_text(text)
+    snapshot = next((hub_model / "snapshots").iterdir())
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "someone/other"}
+    (snapshot / "adapter_config.json").write_text(json.dumps(adapter))
+    with pytest.raises(ModelError, match="has an adapter"):
+        load_model("someone/theirs")
+    (snapshot / "adapter_config.json").unlink()
+    (snapshot / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": {"x": "/dev/zero"}})
+    )
+    with pytest.raises(ModelError, match="names the weights '/dev/zero'"):
+        load_model("someone/theirs")
+    (snapshot / "model.safetensors.index.json").unlink()
+    with (snapshot / "added_tokens.json").open("wb") as file:
+        file.truncate(2**30)
+    with pytest.raises(ModelError, match=r"added_tokens\.json' has 1,073,741,824 bytes"):
+        load_model("someone/theirs")

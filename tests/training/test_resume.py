@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from runs import talks, timeless
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
@@ -192,6 +192,21 @@ def test_a_forged_checkpoint_with_the_right_digests_is_refused_in_one_sentence(c
     manifest["files"][name] = [len(content), hashlib.sha256(content).hexdigest()]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(OutputError, match=sentence):
+        GSPOAgent.resume("run").train()
+
+
+@pytest.mark.parametrize("name", ["weights.model.norm.weight", "optimizer.0.exp_avg"])
+def test_a_checkpoint_that_is_not_finite_is_refused_with_the_name_of_the_tensor(name, done):
+    cut(done, 1, Path("run"))
+    file = Path("run/checkpoints/step-000001/state-00001.safetensors")
+    tensors = load_file(file)
+    tensors[name].view(-1)[0] = float("nan")
+    save_file(tensors, file)
+    content = file.read_bytes()
+    manifest = json.loads((file.parent / "manifest.json").read_text())
+    manifest["files"][file.name] = [len(content), hashlib.sha256(content).hexdigest()]
+    (file.parent / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(OutputError, match=f"is damaged: ValueError: {name} is not finite"):
         GSPOAgent.resume("run").train()
 
 
