@@ -257,5 +257,5 @@ def check_weights(name: str, model: Any) -> None:
                 dtype = str(weight.dtype).removeprefix("torch.")
                 raise ModelError(
                     f"the weights {visible(key)} of {name!r} are not finite in {dtype}: they are "
-                    f"from {float(low)} to {float(high)}; expected a model whose weights are numbers"
+                    f"from {float(low)} to {float(high)}; expected finite weights"
                 )

@@ -154,8 +154,9 @@ class Call:
 def _point(*, step: int, time: int, metrics: dict[str, float]) -> Point:
     """Returns the point of a line, which a stranger may have written."""
     numbers = [step, time, *dict(metrics).values()]
-    if type(step) is not int or not all(isinstance(number, (int, float)) for number in numbers):
-        raise TypeError("expected numbers")
+    numeric = (isinstance(n, float) or (isinstance(n, int) and abs(n) < 2**63) for n in numbers)
+    if type(step) is not int or not all(numeric):
+        raise TypeError("expected numbers of 64 bits")
     return Point(step=step, time=time, metrics=metrics)
 
 

@@ -191,6 +191,25 @@ def test_damaged_files_of_the_queue_cost_no_point(tmp_path):
             tracked(tmp_path, store, resume=tracker.ids)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"step": 2**63, "time": 5, "metrics": {"a": 1.0}},
+        {"step": -(10**30), "time": 5, "metrics": {"a": 1.0}},
+        {"step": 1, "time": 2**70, "metrics": {"a": 1.0}},
+        {"step": 1, "time": 5, "metrics": {"a": 10**400}},
+    ],
+)
+def test_a_number_that_no_store_takes_is_skipped_at_once(tmp_path, caplog, line):
+    fine = {"step": 2, "time": 5, "metrics": {"a": 1.0}}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(fine)}\n")
+    store = Store()
+    with start(store, RunInfo(name="run", folder=tmp_path, resume={"first": ""})):
+        pass
+    assert {point[1] for point in store.points} == {2}
+    assert "a damaged line is skipped" in caplog.text
+
+
 def test_a_new_run_does_not_write_into_the_metrics_of_another(tmp_path):
     with start(NoTracker(), RunInfo(name="r", folder=tmp_path)) as tracker:
         tracker.log({"a": 1.0}, 1)
