@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from gspo_env.cli.options import Run
+from gspo_env.errors import TrainingError
 from gspo_env.redaction import visible
 
 
@@ -48,7 +49,11 @@ class Compare(Run):
         return options | {"tables": table}
 
     def run(self) -> None:
-        """Plays the runs without a result and prints the tables."""
+        """Plays the runs without a result and prints the tables.
+
+        Raises:
+            TrainingError: All runs failed.
+        """
         from pathlib import Path
 
         from gspo_env.compare import compare, parse
@@ -61,7 +66,7 @@ class Compare(Run):
         folder = Path(base.output or "comparisons/comparison")
         command = shlex.join(["gspo-env", *sys.argv[1:]])
         try:
-            compare(
+            results = compare(
                 comparison,
                 folder,
                 base.tracker,
@@ -73,6 +78,8 @@ class Compare(Run):
             raise
         print_markdown((folder / "report.md").read_text().partition(f"## {METHODS}")[0])
         print(f"Page: {folder / 'report.html'}")
+        if all(result.error for result in results):
+            raise TrainingError(f"all {len(results)} runs failed; the first: {results[0].error}")
 
 
 def print_markdown(text: str) -> None:

@@ -133,8 +133,11 @@ def _refuse(command: type[Any], name: str, texts: Sequence[str], event: Any) -> 
     """
     if words := getattr(event, "tokens", ()):
         flags = [f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(command)]
-        near = difflib.get_close_matches(words[0].partition("=")[0], flags, n=1)
+        flag = words[0].partition("=")[0]
+        near = difflib.get_close_matches(flag, flags, n=1)
         hint = f"perhaps you mean {near[0]}" if near else f"`gspo-env {name} --help` lists all"
+        if flag in near:  # a place, which has the name of its field
+            hint = f"expected `gspo-env {name} {flag[2:].upper()}`"
         if words[0].startswith("-"):
             raise ConfigError(f"there is no option {words[0]}; {hint}")
         shown = " ".join(words)

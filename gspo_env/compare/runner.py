@@ -20,7 +20,7 @@ from gspo_env.compare.plan import Arm, Comparison, check_metric, imitates, start
 from gspo_env.compare.processes import in_processes
 from gspo_env.config import CheckpointConfig, Config, read_toml, to_dict, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
-from gspo_env.errors import ConfigError, OutputError
+from gspo_env.errors import ConfigError, GspoEnvError, OutputError
 from gspo_env.files import check_folder, read_file, regular_file
 from gspo_env.health.evaluation import check_comparison
 from gspo_env.redaction import redact, redact_text, visible, write_text
@@ -381,7 +381,8 @@ def _play(run: Run) -> None:
         for name in ("model", "adapter"):  # hundreds of runs would fill a disk
             shutil.rmtree(run.folder / name, ignore_errors=True)
     except Exception as problem:
-        logger.exception("%s failed", run.name)
+        if not isinstance(problem, GspoEnvError):  # whose sentence is in the report
+            logger.exception("%s failed", run.name)
         error = f"{type(problem).__name__}: {problem}"
     _write(run, history, time.perf_counter() - began, error)
 

@@ -26,7 +26,7 @@ from typing import Any, Generic, Literal, TypeVar, cast, get_args
 from gspo_env.errors import OutputError
 from gspo_env.files import plain_path, read_file, write_file
 from gspo_env.redaction import redact_text
-from gspo_env.tracking.base import Input, Point, Repeatable, RunInfo, Tracker
+from gspo_env.tracking.base import Input, Point, Repeatable, RunInfo, Status, Tracker
 from gspo_env.tracking.traces import read_trace
 
 _log = logging.getLogger(__name__)
@@ -54,6 +54,10 @@ _MOST_BYTES = 1 << 24
 """Maximum size of the files that describe a run and what a tracker has received."""
 _LONGEST_FILE = 1 << 30
 """Maximum size of a file of JSON lines."""
+
+
+_PLACE = re.compile(r"(?!/|.*\.\.(/|$))[^\0]{0,1000}", re.DOTALL)
+"""Where a text or a file is kept in a tracker."""
 
 
 class JsonlFile(Generic[T]):
@@ -124,7 +128,7 @@ class JsonlFile(Generic[T]):
                 offset += len(line)
                 try:
                     record = self._record(**json.loads(line))
-                except (ValueError, TypeError, RecursionError):
+                except (ValueError, TypeError, AttributeError, RecursionError):
                     _log.warning("%s: a damaged line is skipped: %r", self.path, line[:80])
                 else:
                     yield offset, record
@@ -161,9 +165,15 @@ def _point(*, step: int, time: int, metrics: dict[str, float]) -> Point:
 
 
 def _call(*, name: Any, arguments: dict[str, Any], after: int) -> Call:
-    """Returns the call of a line, which a stranger may have written."""
+    """Returns the call of a line, which a stranger may have written, without lone surrogates."""
     if name not in get_args(CallName) or type(after) is not int:
         raise TypeError("expected the name of a call and a number of bytes")
+    arguments = json.loads(json.dumps(arguments, ensure_ascii=False).encode(errors="replace"))
+    place = arguments.get({"text": "name", "artifact": "folder"}.get(name, ""), "")
+    if not _PLACE.fullmatch(place) or arguments.get("status", "FAILED") not in get_args(Status):
+        raise ValueError("expected a place in the run, and how it ended")
+    if name == "trace":
+        read_trace(**arguments)
     return Call(name=name, arguments=dict(arguments), after=after)
 
 

@@ -34,6 +34,11 @@ ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
         (["train", "foo"], "'foo' belongs to no option; `gspo-env train --help` lists all"),
         (["evaluate", "runs/a", "runs/b"], "'runs/b' belongs to no option"),
         (["evaluate", "--tsks", "3"], "there is no option --tsks; perhaps you mean --tasks"),
+        (
+            ["doctor", "--model", "x"],
+            "there is no option --model; expected `gspo-env doctor MODEL`",
+        ),
+        (["view", "--folder=x"], "there is no option --folder=x; expected `gspo-env view FOLDER`"),
         (["evaluate", "--tasks=abc"], "--tasks is 'abc'; expected an integer"),
         (["evaluate", "--tasks", "--seed", "3"], "--tasks has no value; expected an integer"),
         (["evaluate", "--temperature", "hot"], "--temperature is 'hot'; expected a number"),

@@ -640,3 +640,23 @@ def test_power_is_that_of_the_noncentral_t():
         assert power(0.7, n) == pytest.approx(expected, abs=1e-3)
     assert power(1.0, 9) < 0.8 <= power(1.0, 10)  # a well-known number
     assert smallest_difference(0.1, 34) == pytest.approx(0.05, rel=0.02)
+
+
+def test_a_comparison_whose_runs_all_fail_is_an_error_without_tracebacks(in_folder, capfd):
+    arguments = [
+        "--model",
+        "./nowhere",
+        "--arm",
+        "gamma=0.5,1.0",
+        "--seeds",
+        "1",
+        "--tracker",
+        "none",
+    ]
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *arguments, "--workers", "1", "--output", "out"])
+    out, err = capfd.readouterr()
+    assert ended.value.code == 2
+    assert "all 2 runs failed; the first: ModelError: there is no folder './nowhere'" in err
+    assert "All runs failed." in out
+    assert "Traceback" not in err

@@ -210,6 +210,45 @@ def test_a_number_that_no_store_takes_is_skipped_at_once(tmp_path, caplog, line)
     assert "a damaged line is skipped" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("text", {"name": "../../x.txt", "text": "a"}),
+        ("text", {"name": "a/..", "text": "a"}),
+        ("text", {"name": "/x.txt", "text": "a"}),
+        ("text", {"name": "a\0", "text": "a"}),
+        ("text", {"name": "a" * 5000, "text": "a"}),
+        ("text", {"name": 5, "text": "a"}),
+        ("artifact", {"path": "metrics.jsonl", "folder": "../.."}),
+        ("artifact", {"path": "metrics.jsonl", "folder": "/tmp"}),
+        ("finish", {"status": "ELSEWHERE", "reason": ""}),
+        ("trace", {}),
+        ("trace", {"spans": [{"x": 1}]}),
+        ("trace", {"spans": 5}),
+        ("text", []),
+    ],
+)
+def test_a_call_that_no_run_makes_is_skipped_at_once(tmp_path, caplog, name, arguments):
+    place = tmp_path / "tracking" / "calls.jsonl"
+    place.parent.mkdir()
+    fine = {"name": "text", "arguments": {"name": "a..b/c.txt", "text": "good"}, "after": 0}
+    line = {"name": name, "arguments": arguments, "after": 0}
+    place.write_text(f"{json.dumps(line)}\n{json.dumps(fine)}\n")
+    store = Store()
+    with start(store, RunInfo(name="run", folder=tmp_path, resume={"first": ""})) as tracker:
+        pass
+    assert tracker.problems == []
+    assert store.texts == {"a..b/c.txt": "good"}
+    assert "a damaged line is skipped" in caplog.text
+
+
+def test_a_lone_surrogate_in_the_error_of_a_run_reaches_no_store(tmp_path):
+    store = Store()
+    tracker = tracked(tmp_path, store)
+    tracker.finish("FAILED", "no \ud800 name")
+    assert store.ends == [("FAILED", "no ? name")]
+
+
 def test_a_new_run_does_not_write_into_the_metrics_of_another(tmp_path):
     with start(NoTracker(), RunInfo(name="r", folder=tmp_path)) as tracker:
         tracker.log({"a": 1.0}, 1)
