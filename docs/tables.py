@@ -204,6 +204,30 @@ FORMATS = {
         f"{_ARGUMENTS}<|plamo:end_tool_arguments:plamo|>",
     ),
     "ReAct": (JSON, "", f"Action: look\nAction Input: {_ARGUMENTS}"),
+    "OpenAI, parallel": (
+        JSON,
+        "",
+        f'{{"tool_uses": [{{"recipient_name": "functions.look", "parameters": {_ARGUMENTS}}}]}}',
+    ),
+    "Cherry Studio": (
+        JSON,
+        "",
+        f"<tool_use><name>look</name><arguments>{_ARGUMENTS}</arguments></tool_use>",
+    ),
+    "Claude 2": (
+        TYPED,
+        "",
+        "<invoke>\n<tool_name>look</tool_name>\n<parameters>\n<word>a</word>\n<times>2</times>\n"
+        "</parameters>\n</invoke>",
+    ),
+    "Cline, MCP": (
+        JSON,
+        "",
+        "<use_mcp_tool>\n<server_name>s</server_name>\n<tool_name>look</tool_name>\n"
+        f"<arguments>{_ARGUMENTS}</arguments>\n</use_mcp_tool>",
+    ),
+    "Cline, Roo Code": (TYPED, "", "<look><word>a</word><times>2</times></look>"),
+    "smolagents": (LITERAL, "", f"<code>\n{_PYTHON}\n</code>"),
     "GigaChat": (JSON, "", f"<|function_call|>{_OBJECT}"),
     "Granite 20B": (JSON, "", f"<function_call>{_OBJECT}"),
     "Phi-4-mini, functools": (JSON, "", f"functools[{_OBJECT}]"),

@@ -52,6 +52,7 @@ MARKS = (
     *("]<]minimax[>[<tool_call>", "<start_function_call>call:", "<function_calls>", "<TOOLCALL>"),
     *("<tool_calls>", "<|START_ACTION|>", "<longcat_tool_call>", "<|action_start|><|plugin|>"),
     *("<|function_call|>", "<function_call>", "functools[", "<|tool_call:begin|>", "```tool_code"),
+    *("<tool_use>", "<use_mcp_tool>", "<invoke>"),
 )
 """Marks that begin a call, of all families whose tags have no namespace."""
 SPACE = r"(?:\w{1,16}:|[ |\uff5c\u2016]{0,5}DSML[ |\uff5c\u2016]{0,5})"
@@ -270,7 +271,7 @@ def _split(
     """Returns the reasoning, the content without its calls, and the calls."""
     reasoning, rest = split_reasoning(text, in_reasoning)
     if rest is None or not rest.strip():
-        has_call = MARK.search(reasoning or "")
+        has_call = _find_calls(reasoning or "", tools)[0]
         return reasoning, rest or "", [ToolCallError(message=_IN_REASONING)] if has_call else []
     calls, content = _find_calls(rest, tools)
     return reasoning, content.strip() if _valid(calls) else rest, calls
@@ -283,7 +284,8 @@ def _find_calls(
     schemas = {tool.name: tool.parameters for tool in tools}
     mark = MARK.search(text)
     before = text[: mark.start()] if mark else text
-    if "{" in before or "[" in before or "Action:" in before:
+    named = any(f"{name}(" in before or f"<{name}" in before for name in schemas)
+    if named or "{" in before or "[" in before or "Action:" in before:
         bare, start = _formats().read_bare(text, schemas, len(before))
         if bare:
             return bare, text[:start]
@@ -306,7 +308,10 @@ def _find_calls(
             end = _formats().skip_end_marks(text, end)
         position = end
         mark = MARK.search(text, position)
-    return calls or mentions, "".join([*pieces, text[position:]])
+    pieces.append(text[position:])
+    if calls and not malformed:
+        calls += _formats().bare_beside(calls, (pieces[0], pieces[-1]), schemas)
+    return calls or mentions, "".join(pieces)
 
 
 def _read(mark: str, text: str, start: int, schemas: Schemas) -> Reading:

@@ -12,6 +12,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+from gspo_env.registry import load_function
 from gspo_env.tool_calls import (
     DECODER,
     END_OF_HERMES,
@@ -29,6 +30,9 @@ from gspo_env.tool_calls import (
 )
 from gspo_env.types import ToolCall
 
+_WRAPPERS = ({"tool_calls"}, {"tool_uses"}, {"function_call"})
+"""The keys of JSON objects that hold calls."""
+_WRAPPED = re.compile(r'\{\s*"(?:tool_calls|tool_uses|function_call)"')
 _BEFORE = (
     "<\uff5ctool\u2581calls\u2581begin\uff5c>",
     "<|tool_calls_section_begin|>",
@@ -49,7 +53,7 @@ _BEFORE = (
     "<|start|>assistant",
 )
 """Marks before the first call that belong to none."""
-_ENDS = (
+ENDS = (
     "</tool_call>",
     "<|/tool_call|>",
     "</minimax:tool_call>",
@@ -77,10 +81,10 @@ _ENDS = (
 """Marks behind a call that belong to none."""
 _SPACED_CALLS = rf"{SPACE} ?\w{{0,16}}(?:calls|_use)[|\uff5c]?"
 _BEFORE_SPACED = re.compile(rf"<{_SPACED_CALLS}>?\s*\Z")
-_AFTER = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, _ENDS))}|</{_SPACED_CALLS}>?))*")
+_AFTER = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, ENDS))}|</{_SPACED_CALLS}>?))*")
 _ARGUMENTS, _CALL_ID, _MISTRAL = "[ARGS]", "[CALL_ID]", "[TOOL_CALLS]"
 _CDATA = "<![CDATA["
-_ON_LINES = re.compile(r"\n.*\n|\r\n.*\r\n", re.DOTALL)
+ON_LINES = re.compile(r"\n.*\n|\r\n.*\r\n", re.DOTALL)
 _MOST_MARKS = 4
 """Closing marks that are tried as the end of calls in Python."""
 _LONGEST_LITERAL = 1 << 16
@@ -108,7 +112,8 @@ _LAST_TAG = re.compile(r"</([\w:-]+)>\Z")
 _CLOSING = re.compile(r"(?<=[}\]])(?:\s{0,9}</[\w:-]{1,64}>){1,4}\Z")
 """Closing tags without an opening one behind a call."""
 _BROKEN = re.compile(
-    r'\[?\s*\{\s*(?:"(?:type|id|tool_call_id)"\s*:\s*"\w*"\s*,\s*)?"(?:tool_)?name"\s*:\s*"([^"]*)"'
+    r'(?:\{\s*"tool_(?:call|use)s"\s*:\s*)?\[?\s*\{\s*(?:"(?:type|id|tool_call_id)"\s*:\s*"\w*"\s*,\s*)?'
+    r'"(?:tool_|recipient_)?name"\s*:\s*"(?:functions\.)?([^"]*)"'
     r"|\[\s*([\w.-]+)\("
 )
 """The start of a call in JSON or Python, with its name."""
@@ -133,6 +138,12 @@ _NAMED = re.compile(r"\s*[\w.-]+\s*\{")
 _MORE = re.compile(r"\s*(?P<name>[\w.-]{1,200})(?:\[CALL_ID\](?P<id>\w{1,200}))?\[ARGS\]\s*")
 _PYTHON_NAME = re.compile(r"\s*(?:print\()?(?:default_api\.)?([A-Za-z_][\w.]*)\(")
 _PYTHON_VALUE = re.compile(r"None|True|False|\[.*\]|\{.*\}", re.DOTALL)
+_NAME_START = re.compile(r"\s*(?:<server_name>[^<]*</server_name>\s*)?<((?:tool_)?name)>")
+_NAME_TAG = re.compile(rf"{_NAME_START.pattern}\s*([^<]*?)\s*</\1>\s*")
+_LONGEST_NAMING = 1024
+"""Characters in which the tag of a call names a tool."""
+_ARGUMENTS_TAG = re.compile(r"<(arguments|parameters|input)>\s*")
+_CHILD = re.compile(r"<([\w.-]{1,64})>")
 _ITEM = "item"
 """The name of an element of a list."""
 _DEEPEST_ELEMENT = 90
@@ -146,7 +157,8 @@ _PYTHON_TOKEN = re.compile(
     rf"{_TEXT}|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])|\b([^\W\d][\w.]*(?:[.-]\w+)+)(?=\s*(=[^=]|\())",
     re.DOTALL,
 )
-_GEMMA_TEXT = re.compile(_TEXT, re.DOTALL)
+TEXT = re.compile(_TEXT, re.DOTALL)
+"""A text in quotes, which may have no end."""
 _GEMMA_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"](?:[^{}\[\],:"]*[^\s{}\[\],:"])?)\s*:')
 _GEMMA_WORD = re.compile(r'\b(?:None|True|False)\b(?!")')
 _WORDS = {"None": "null", "True": "true", "False": "false"}
@@ -166,7 +178,7 @@ class _Tags(NamedTuple):
     """The end of an opening tag."""
 
 
-def _without_end(text: str, marks: Sequence[str]) -> str:
+def without_end(text: str, marks: Sequence[str]) -> str:
     """Returns a text without marks at its end, each removed once."""
     for mark in marks:
         trimmed = text.rstrip()
@@ -176,7 +188,7 @@ def _without_end(text: str, marks: Sequence[str]) -> str:
 
 def without_start_marks(text: str) -> str:
     """Returns the text before a call without the marks at its end that open a list of calls."""
-    return _without_end(_BEFORE_SPACED.sub("", text), _BEFORE)
+    return without_end(_BEFORE_SPACED.sub("", text), _BEFORE)
 
 
 def skip_end_marks(text: str, start: int) -> int:
@@ -187,6 +199,8 @@ def skip_end_marks(text: str, start: int) -> int:
 def _tagged_hermes(text: str, start: int, schemas: Schemas) -> Reading:
     """Reads pairs between the tags of Hermes; the calls of other families follow as their own."""
     inner = skip_space(text, start)
+    if text.startswith(("<name>", "<tool_name>"), inner):
+        return _described(END_OF_HERMES, text, start, schemas)
     return ([], start) if MARK.match(text, inner) else _glm(text, inner, start, schemas)
 
 
@@ -198,13 +212,13 @@ def _glm(text: str, inner: int, start: int, schemas: Schemas) -> Reading:
     if name and "<" not in name:
         while key := _GLM_KEY.match(text, position):
             cut = key.end()
-            end = _value_end(text, key.end(), "<arg_value>", "</arg_value>", _AFTER_GLM_VALUE)
+            end = value_end(text, key.end(), "<arg_value>", "</arg_value>", _AFTER_GLM_VALUE)
             if end < 0:
                 break
             pairs.append((key[1], text[key.end() : end]))
             position = skip_space(text, end + len("</arg_value>"))
         if text.startswith(END_OF_HERMES, position):
-            return _typed_call(name, pairs, schemas), position + len(END_OF_HERMES)
+            return typed_call(name, pairs, schemas), position + len(END_OF_HERMES)
     close = text.find(END_OF_HERMES, start)
     if close >= 0 and text.find(HERMES, inner, close) >= 0:
         close = -1  # the closing mark is that of a later call
@@ -246,12 +260,12 @@ def _tagged(tags: _Tags, text: str, start: int, schemas: Schemas) -> Reading:
     while name and text.startswith(tags.parameter, position):
         key, kind, begin = _attribute(text, position + len(tags.parameter), tags.end)
         following = (tags.parameter, tags.close)
-        end = _value_end(text, begin, tags.parameter, tags.close_parameter, following)
+        end = value_end(text, begin, tags.parameter, tags.close_parameter, following)
         if not key or end < 0:
             return fault
         value = text[begin:end]
         line = "\r\n" if value.startswith("\r\n") else "\n"
-        if tags is _FUNCTIONS or (tags is _INVOKE and _ON_LINES.fullmatch(value)):
+        if tags is _FUNCTIONS or (tags is _INVOKE and ON_LINES.fullmatch(value)):
             value = value.removeprefix(line).removesuffix(line)
         if tags is _MINICPM and value.startswith(_CDATA) and value.endswith("]]>"):
             value = value.removeprefix(_CDATA).removesuffix("]]>")
@@ -260,7 +274,7 @@ def _tagged(tags: _Tags, text: str, start: int, schemas: Schemas) -> Reading:
         position = skip_space(text, end + len(tags.close_parameter))
     if not name or not text.startswith(tags.close, position):
         return fault
-    return _typed_call(name, pairs, schemas, types), position + len(tags.close)
+    return typed_call(name, pairs, schemas, types), position + len(tags.close)
 
 
 def _attribute(text: str, start: int, end: str) -> tuple[str, str, int]:
@@ -277,9 +291,7 @@ def _attribute(text: str, start: int, end: str) -> tuple[str, str, int]:
     return ("" if "<" in name else name), typed[1] if typed else "", bracket + len(end)
 
 
-def _value_end(
-    text: str, start: int, opening: str, closing: str, following: tuple[str, ...]
-) -> int:
+def value_end(text: str, start: int, opening: str, closing: str, following: tuple[str, ...]) -> int:
     """Returns where a value ends, which may itself name the tags or hold a call; -1 if unclear."""
     depth = 0
     for tag in re.compile(f"{re.escape(opening)}|{re.escape(closing)}").finditer(text, start):
@@ -300,7 +312,46 @@ def _tagged_tool(tags: _Tags, text: str, start: int, schemas: Schemas) -> Readin
     return _tagged(tags, text, start, schemas) if name in schemas else ([], start)
 
 
-def _typed_call(
+def _described(close: str, text: str, start: int, schemas: Schemas) -> Reading:
+    """Reads an element with the name, one with the arguments, and the closing tag; or JSON."""
+    inner = skip_space(text, start)
+    stop = text.find(close, start, start + _LONGEST_NAMING)
+    after = max(stop + len(close), inner + 1)
+    name = _NAME_TAG.match(text, start)
+    if name is None and not text.startswith("{", inner):
+        fault = f"the tool call must be <name>NAME</name><arguments>...</arguments>{close}."
+        is_meant = stop >= 0 or _NAME_START.match(text, start)
+        body = text[start : stop if stop >= 0 else start + _LONGEST_NAMING] if is_meant else ""
+        is_call = any(each in body for each in schemas)
+        return (fault, after) if is_call else ([], start)
+    position = name.end() if name else inner
+    reading: list[ToolCall] | str
+    box = _ARGUMENTS_TAG.match(text, position) if name else None
+    end = f"</{box[1]}>" if box else ""
+    position = box.end() if box else position
+    if text.startswith("{", position):
+        value, position, fault = decode(text, position)
+        reading = fault or to_calls({"name": name[2], "arguments": value} if name else value)
+    else:
+        pairs: list[tuple[str, str]] = []
+        while child := _CHILD.match(text, position):
+            last = value_end(text, child.end(), child[0], f"</{child[1]}>", ("<",))
+            if last < 0:
+                break
+            pairs.append((child[1], text[child.end() : last]))
+            position = skip_space(text, last + len(child[1]) + 3)
+        reading = typed_call(name[2] if name else "", pairs, schemas)
+    position = skip_space(text, max(position, start))
+    if text.startswith(end, position):
+        position = skip_space(text, position + len(end))
+        if text.startswith(close, position):
+            return reading, position + len(close)
+    if isinstance(reading, str):
+        return reading, after
+    return f"the tool call has no {end}{close} behind its arguments.", after
+
+
+def typed_call(
     name: str, pairs: Iterable[tuple[str, Any]], schemas: Schemas, types: Mapping[str, str] = {}
 ) -> list[ToolCall] | str:
     """Returns a call whose arguments are texts or elements.
@@ -340,7 +391,7 @@ class _Elements(NamedTuple):
 
 def _child(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
     """Returns the schema of a property or of the items, or None."""
-    for part in _alternatives(schema, root):
+    for part in alternatives_of(schema, root):
         properties = part.get("properties")
         if isinstance(properties, Mapping) and key in properties:
             return properties[key]
@@ -405,7 +456,7 @@ def _kinds(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], list[Any]]:
     """Returns the JSON types that a schema allows, none if it does not say, and its constants."""
     kinds: set[str] = set()
     constants: list[Any] = []
-    for part in _alternatives(schema, root):
+    for part in alternatives_of(schema, root):
         kind, values = part.get("type"), part.get("enum", [part["const"]] if "const" in part else 0)
         constants += values if isinstance(values, list) else []
         names = {
@@ -420,7 +471,7 @@ def _kinds(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], list[Any]]:
     return kinds, constants
 
 
-def _alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def alternatives_of(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yields the schemas that a schema stands for: itself, or those that it refers to."""
     parts, seen = [schema], set[int]()
     while parts:
@@ -515,9 +566,9 @@ def _python_to(close: str, text: str, start: int) -> tuple[list[ToolCall], int]:
     """
     end = first = text.find(close, start)
     if first < 0:
-        return _python_calls(text[start:]), -1
+        return python_calls(text[start:]), -1
     for _ in range(_MOST_MARKS):
-        calls = _python_calls(text[start:end])
+        calls = python_calls(text[start:end])
         end += len(close)
         if calls or text.find(close, end) < 0:
             break
@@ -545,7 +596,7 @@ def _minimax(text: str, start: int, schemas: Schemas) -> Reading:
         if pairs is None:
             break
         name = opening[2].partition("=")[2].strip("\"'")
-        call = _typed_call(name, pairs, schemas)
+        call = typed_call(name, pairs, schemas)
         calls += [ToolCallError(message=call)] if isinstance(call, str) else call
         position = skip_space(text, position)
     end = _MINIMAX_TAG.match(text, position)
@@ -576,15 +627,24 @@ def _elements(text: str, start: int) -> tuple[list[tuple[str, Any]] | None, int]
     return None, start
 
 
-def _python_calls(text: str) -> list[ToolCall]:
-    """Returns the calls in lines or a list in Python; none if it is anything else."""
+def python_lines(text: str) -> list[ast.stmt] | None:
+    """Returns the statements of a text in Python; None if it is anything else."""
     if len(text) > _LONGEST_LITERAL:
-        return []
+        return None
     try:
-        lines = ast.parse(_PYTHON_TOKEN.sub(_to_python, text.strip())).body
+        return ast.parse(_PYTHON_TOKEN.sub(_to_python, text.strip())).body
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return []
-    values = [line.value if isinstance(line, ast.Expr) else line for line in lines]
+        return None
+
+
+def python_calls(text: str) -> list[ToolCall]:
+    """Returns the calls in lines or a list in Python; none if it is anything else."""
+    lines = python_lines(text) or []
+    return calls_of([line.value if isinstance(line, ast.Expr) else line for line in lines])
+
+
+def calls_of(values: Sequence[ast.AST]) -> list[ToolCall]:
+    """Returns the calls that expressions are; none if one is anything else."""
     lists = [value.elts if isinstance(value, ast.List) else [value] for value in values]
     calls = []
     for item in chain(*lists):
@@ -627,7 +687,7 @@ def _gemma(quote: str, close: str, text: str, start: int, schemas: Schemas) -> R
 def _gemma_to_json(piece: str) -> str:
     """Returns what is not between `<|"|>` as JSON; texts may be in the quotes of JSON or Python."""
     parts, position = [], 0
-    for quoted in [*_GEMMA_TEXT.finditer(piece), None]:
+    for quoted in [*TEXT.finditer(piece), None]:
         plain = _GEMMA_KEY.sub(r'\1"\2":', piece[position : quoted.start() if quoted else None])
         parts.append(_GEMMA_WORD.sub(lambda word: _WORDS[word[0]], plain))
         if quoted:
@@ -677,21 +737,51 @@ def read_bare(
 ) -> tuple[list[ToolCall | ToolCallError], int]:
     """Returns the calls that a text without a mark ends with, and where they begin.
 
-    Only JSON or Python that names tools is meant so; without tools, it has to be the whole text and
-    have `parameters`.
+    Only what names tools is meant so; without tools, JSON has to be the whole text and have
+    `parameters`.
 
     Args:
         text: The text.
         schemas: The tools.
         limit: Where the calls begin at the latest; 0 if nothing may precede them.
     """
-    body = _without_end(text, _ENDS).rstrip()
+    body = without_end(text, ENDS).rstrip()
+    calls, start = _read_json(body, schemas, limit)
+    if calls or not any(f"{name}(" in body or f"<{name}" in body for name in schemas):
+        return calls, start
+    read: Any = load_function("gspo_env.tool_names:read_named", "reader")
+    named_calls: tuple[list[ToolCall | ToolCallError], int] = read(body, schemas, limit)
+    return named_calls
+
+
+def bare_beside(
+    calls: Sequence[ToolCall | ToolCallError], texts: Iterable[str], schemas: Schemas
+) -> list[ToolCallError]:
+    """Returns an error for each call without a mark in the texts beside calls with one.
+
+    One that is also among these, by which a model announces it, is none.
+    """
+    bare = chain(*(read_bare(text, schemas, len(text))[0] for text in texts))
+    marked = [(call.name, call.arguments) for call in calls if isinstance(call, ToolCall)]
+    return [
+        ToolCallError(
+            message=f"the call of {call.name[:64]!r} needs the mark that the others have."
+        )
+        for call in bare
+        if isinstance(call, ToolCall) and (call.name, call.arguments) not in marked
+    ]
+
+
+def _read_json(
+    body: str, schemas: Schemas, limit: int
+) -> tuple[list[ToolCall | ToolCallError], int]:
+    """Returns calls in JSON, in a list in Python or of ReAct; see `read_bare`."""
     fenced: list[ToolCall | ToolCallError] = []
     for _ in range(_MOST_BLOCKS if schemas else 0):
         block = _last_block(body)
         if block is None or block[0] > limit:
             break
-        calls, _ = read_bare(block[1], schemas, 0)
+        calls, _ = _read_json(without_end(block[1], ENDS).rstrip(), schemas, 0)
         if not calls:
             break
         fenced = [*calls, *fenced]
@@ -706,7 +796,7 @@ def read_bare(
     if limit and not body.startswith(("{", "["), start):
         named = (m for m in _BROKEN.finditer(body) if m[m.lastindex or 0] in schemas)
         start = next((m.start() for m in named), start)
-        whole = read_bare(body[start:], schemas, 0) if 0 < start < limit else ([], 0)
+        whole = _read_json(body[start:], schemas, 0) if 0 < start < limit else ([], 0)
         is_whole = all(isinstance(call, ToolCall) for call in whole[0])
         is_cut = any(body.count(o, start) > body.count(c, start) for o, c in ("{}", "()", "[]"))
         return (whole[0], start) if is_whole or is_cut else ([], 0)
@@ -714,19 +804,22 @@ def read_bare(
         return [], 0
     values, end = _values(body, start)
     if not values and schemas:
-        python = _python_calls(body[start:])
+        python = python_calls(body[start:])
         if any(call.name in schemas for call in python):
             return list(python), start
         cut = _BROKEN.match(body, start)
         if cut is None or cut[cut.lastindex or 0] not in schemas:
             return [], start
-        if cut[2] and _python_calls(body[start : body.rfind("]") + 1]):
+        if cut[2] and python_calls(body[start : body.rfind("]") + 1]):
             return [], start  # an example with text behind it
         fault = _PYTHON_FORM if cut[2] else decode(body, start)[2]
         return [ToolCallError(message=fault)], start
-    if end < len(body) or not all(_is_bare_call(value, schemas) for value in values):
+    names_tool = [_is_bare_call(value, schemas) for value in values]
+    are_calls = any(names_tool) or (schemas and _WRAPPED.match(body, start))
+    results = [to_call(value) for value in values]
+    is_call = [n or isinstance(c, ToolCall) for n, c in zip(names_tool, results, strict=True)]
+    if end < len(body) or not are_calls or not all(is_call if schemas else names_tool):
         return [], 0
-    results = map(to_call, values)
     return [c if isinstance(c, ToolCall) else ToolCallError(message=c) for c in results], start
 
 
@@ -777,7 +870,7 @@ def _values(text: str, start: int) -> tuple[list[Any], int]:
         value, end, fault = decode(text, position)
         if fault:
             break
-        if isinstance(value, dict) and value.keys() in ({"tool_calls"}, {"function_call"}):
+        if isinstance(value, dict) and value.keys() in _WRAPPERS:
             (value,) = value.values()
         values += map(_renamed, value if isinstance(value, list) else [value])
         position = skip_space(text, end)
@@ -787,10 +880,12 @@ def _values(text: str, start: int) -> tuple[list[Any], int]:
 
 
 def _renamed(value: Any) -> Any:
-    """Returns a call of Command with the keys that others have."""
-    if not isinstance(value, dict) or "tool_name" not in value:
+    """Returns a call of Command, or of OpenAI's wrapper, with the keys that others have."""
+    if not isinstance(value, dict) or not {"tool_name", "recipient_name"} & value.keys():
         return value
-    keys = {"tool_name": "name", "tool_call_id": "id"}
+    if isinstance(name := value.get("recipient_name"), str):
+        value = {**value, "recipient_name": name.removeprefix("functions.")}
+    keys = {"tool_name": "name", "recipient_name": "name", "tool_call_id": "id"}
     return {key if keys.get(key) in value else keys.get(key, key): v for key, v in value.items()}
 
 
@@ -916,6 +1011,9 @@ READERS: Mapping[str, Callable[[str, int, Schemas], Reading]] = {
     "<|tool_call:begin|>": partial(_headed, _SOLAR, "<|tool_call:args|>", "<|tool_call:end|>"),
     "<invoke name=": partial(_tagged_tool, _INVOKE),
     "<function name=": partial(_tagged_tool, _MINICPM),
+    "<tool_use>": partial(_described, "</tool_use>"),
+    "<use_mcp_tool>": partial(_described, "</use_mcp_tool>"),
+    "<invoke>": partial(_described, "</invoke>"),
     "<|tools_prefix|>": _apertus,
     "<\uff5ctool\u2581call\u2581begin\uff5c>": partial(
         _headed, _DEEPSEEK, _SEPARATOR, "<\uff5ctool\u2581call\u2581end\uff5c>"

@@ -292,6 +292,12 @@ def test_hostile_text_is_never_an_error(text):
         '```\n{"name": "a", "arguments": {}}\n```\n',
         *(f"{MINIMAX}<a>", "<a>{", "</a>", "```tool_code\na(", "<|open|>call tool=", "<escape>"),
         *("<|tools_prefix|>[", "<function name=a>", "<invoke name=a><parameter name=", "[THINK]"),
+        *("look(", "look(word='a')\n", "look('", "<look>", "<look><word>", "<look><word></look>"),
+        *("<look><word>a</word></look>", "<leave/>", "<leave/>\n", "<look word=", "```\nlook("),
+        *("```\nlook(word='a')\n```", "<code>\nlook(", "<code>\nleave()\n</code>\n"),
+        *("functions.look(", "<tool_use>", "<tool_use><name>look</name>", "<tool_use><name>"),
+        *("<invoke><tool_name>look", "<tool_use><name>look</name><input><a>", '{"tool_uses": ['),
+        "<look><word><word>",
     ],
 )  # fmt: skip
 def test_a_megabyte_of_hostile_text_is_read_once(unit):

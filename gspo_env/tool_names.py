@@ -1,0 +1,271 @@
+"""Calls that nothing marks but the name of a tool: in Python, in blocks of code and in tags.
+
+Loaded when a text has such a name before a bracket or in a tag. Only what ends a text is a call;
+sentences, code and HTML that mention a tool stay text.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
+
+from gspo_env.tool_calls import Schemas, ToolCallError, skip_space
+from gspo_env.tool_formats import (
+    ON_LINES,
+    TEXT,
+    alternatives_of,
+    calls_of,
+    python_lines,
+    typed_call,
+    value_end,
+)
+from gspo_env.types import ToolCall
+
+Calls = list[ToolCall | ToolCallError]
+
+_MOST = 32
+"""Blocks, lines and elements without a call that are tried, so that the time is linear."""
+_LANGUAGES = {"", "py", "python", "python3", "xml", "tool_code", "tool_call", "tool_calls"}
+"""What the mark of a block may say if the block is a call."""
+_BLOCK = re.compile(r"(?P<agent>\bCode:\s*)?```(?P<language>\w*)[ \t]*\n|(?P<tag><code>)")
+_AFTER_BLOCK = re.compile(r"\s*(?P<agent></?end_code>)?\s*")
+_SPACE_NAMES = r"(?:functions\.|default_api\.)?"
+_HTML = frozenset(
+    """a address article audio button canvas caption code data details dialog div footer form frame
+    header img image input label link main map mark menu meta meter object option output p path
+    picture progress section select slot source span style summary table template text time title
+    track video""".split()  # noqa: SIM905  # a list would be as long as the rest of this file
+)
+"""Tools with the names of HTML's elements; a tag is a call of one only if it has an argument."""
+_PLAIN_ELEMENT = re.compile(r"[^<]*|\s*(?:<([\w.-]+)>[^<]*</\1>\s*)+")
+_FORM = "the tool calls must be lines NAME(KEY=VALUE, ...) with literal values."
+_ELEMENT_FORM = "the tool call must be <{0}><KEY>VALUE</KEY></{0}>."
+
+
+def read_named(text: str, schemas: Schemas, limit: int) -> tuple[Calls, int]:
+    """Returns the calls that a text ends with, and where they begin.
+
+    Args:
+        text: The text.
+        schemas: The tools.
+        limit: Where the calls begin at the latest.
+    """
+    for read in (_blocks, _elements, _lines):
+        calls, start = read(text, schemas)
+        if calls and start <= limit:
+            return calls, start
+    return [], 0
+
+
+class _Block(NamedTuple):
+    """A block of code."""
+
+    start: int
+    end: int
+    code: str
+    language: str
+    is_agent: bool
+    """Whether it is as agents that act in code write it."""
+
+
+def _blocks(text: str, schemas: Schemas) -> tuple[Calls, int]:
+    """Returns the calls in the blocks of code that end a text."""
+    blocks: list[_Block] = []
+    position, is_html = 0, False
+    while opening := _BLOCK.search(text, position):
+        mark = "</code>" if opening["tag"] else "```"
+        end = text.find(mark, opening.end())
+        code = text[opening.end() : end if end >= 0 else len(text)]
+        after = _AFTER_BLOCK.match(text, end + len(mark)) if end >= 0 else None
+        before = text[position : opening.start()].rstrip(" \t")
+        is_html = is_html or "</" in before
+        on_line = not before or before.endswith("\n") or code.lstrip(" \t\r").startswith("\n")
+        is_agent = bool(opening["agent"] or (after and after["agent"]))
+        is_agent = is_agent or (bool(opening["tag"]) and on_line and not is_html)
+        position = after.end() if after else len(text)
+        language = opening["language"] if opening["language"] is not None else "html"
+        blocks.append(_Block(opening.start(), position, code, language, is_agent))
+    calls: Calls = []
+    start = end = len(text)
+    for block in blocks[: -_MOST - 1 : -1]:
+        reading = _block(block, schemas) if block.end == start else []
+        if not reading:
+            break
+        calls, start = reading + calls, block.start
+    return calls, start
+
+
+def _block(block: _Block, schemas: Schemas) -> Calls:
+    if block.language not in _LANGUAGES and not block.is_agent:
+        return []
+    calls, start = _elements(block.code.strip(), schemas)
+    return calls if calls and start == 0 else _statements(block.code, schemas, block.is_agent)
+
+
+def _statements(code: str, schemas: Schemas, is_agent: bool = False) -> Calls:
+    """Returns the calls that code consists of; an error if it calls tools in another way.
+
+    Args:
+        code: The code.
+        schemas: The tools.
+        is_agent: Whether all of it is meant to run: results may be assigned and printed.
+    """
+    call = rf"\b{_SPACE_NAMES}({'|'.join(map(re.escape, schemas))})\s*\("
+    first = re.search(call, code)
+    if first is None:
+        return []
+    lines = python_lines(code)
+    values = [line.value if isinstance(line, ast.Expr) else line for line in lines or []]
+    calls = calls_of(_without_prints(lines) if is_agent and lines else values)
+    named = [replace(c, name=re.sub(f"^{_SPACE_NAMES}", "", c.name)) for c in calls]
+    if any(each.name in schemas for each in (named if is_agent else named[:1])):
+        return [n if n.name in schemas else c for n, c in zip(named, calls, strict=True)]
+    starts = re.match(call, code.lstrip())
+    if not is_agent and lines is not None:
+        is_call = starts and all(isinstance(value, ast.Call) for value in values)
+    else:
+        is_call = is_agent or (starts and _is_one_call(code.strip(), starts.end()))
+    return [ToolCallError(message=_FORM)] if is_call else []
+
+
+def _without_prints(lines: Sequence[ast.stmt]) -> list[ast.AST]:
+    """Returns what lines of code compute, without assignments and prints of what is assigned."""
+    values: list[ast.AST] = []
+    for line in lines:
+        assigned = isinstance(line, (ast.Expr, ast.Assign, ast.AnnAssign)) and line.value
+        value = assigned or line
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "print":
+            inner = value.args
+            values += [a for a in inner if any(isinstance(n, ast.Call) for n in ast.walk(a))]
+        else:
+            values.append(value)
+    return values
+
+
+def _is_one_call(code: str, start: int) -> bool:
+    """Returns whether code that is not valid is one call, or the start of one.
+
+    Args:
+        code: The code.
+        start: The position behind its first bracket.
+    """
+    inside = TEXT.sub("''", code[start:])
+    if not re.match(r"\s*(?:\w*\s*(?:=|\Z)|[\"'\[{]|-?\d)", inside):
+        return False
+    depth = 1
+    for bracket in re.finditer(r"[()]", inside):
+        depth += 1 if bracket[0] == "(" else -1
+        if depth == 0:
+            return bracket.end() == len(inside.rstrip("; \n`"))
+    return True
+
+
+def _lines(text: str, schemas: Schemas) -> tuple[Calls, int]:
+    """Returns the calls in the lines of Python that end a text; those before must be prose."""
+    names = "|".join(map(re.escape, schemas))
+    begin = re.compile(rf"^`{{0,3}}(?={_SPACE_NAMES}(?:{names})\()", re.MULTILINE)
+    for line in islice(begin.finditer(text), _MOST):
+        code = text[line.end() :]
+        code = code.removesuffix(line[0]) if line[0] else code
+        calls = [] if _is_code(text[: line.start()].rstrip()) else _statements(code, schemas)
+        if calls:
+            return calls, line.start()
+    return [], 0
+
+
+def _is_code(text: str) -> bool:
+    """Returns whether the last line of a text is code."""
+    line = text.rpartition("\n")[2].strip()
+    if not line:
+        return False
+    statements = [
+        each
+        for each in python_lines(line) or []
+        if not isinstance(each, ast.AnnAssign) or each.value  # `Thought: look` is a sentence
+    ]
+    return (
+        text.count("```") % 2 == 1
+        or line.endswith((",", "(", "[", "{", "\\"))
+        or any(
+            not isinstance(each, (ast.Expr, ast.AnnAssign)) or isinstance(each.value, ast.Call)
+            for each in statements
+        )
+    )
+
+
+def _elements(text: str, schemas: Schemas) -> tuple[Calls, int]:
+    """Returns the calls in the elements that end a text, each named as its tool."""
+    names = "|".join(map(re.escape, schemas))
+    opening = re.compile(rf"(^[ \t]*)?<({names})(\s[^<>]*?)?(/?)>", re.MULTILINE)
+    calls: Calls = []
+    start = end = position = others = 0
+    first_close = text.find("</")
+    while others < _MOST and (tag := opening.search(text, position)):
+        follows = bool(calls) and not text[end : tag.start()].strip()
+        is_alone = tag[1] is not None and not 0 <= first_close < tag.start()
+        reading, stop = _element(text, tag, schemas, follows or is_alone)
+        others += not isinstance(reading, list)
+        if reading is None:
+            position = tag.end()
+            continue
+        if not follows:
+            calls, start = [], tag.start()
+        calls += [ToolCallError(message=reading)] if isinstance(reading, str) else reading
+        position = end = stop
+    return ([], 0) if text[end:].strip() else (calls, start)
+
+
+def _element(
+    text: str, tag: re.Match[str], schemas: Schemas, is_apart: bool
+) -> tuple[list[ToolCall] | str | None, int]:
+    """Returns the call that begins with a tag, or what is wrong with it, and where it ends.
+
+    Args:
+        text: The text.
+        tag: The opening tag.
+        schemas: The tools.
+        is_apart: Whether the tag begins a line of a text without others.
+
+    Returns:
+        None in place of the call if it is none.
+    """
+    name, close = tag[2], f"</{tag[2]}>"
+    parts = [p.get("properties") for p in alternatives_of(schemas[name], schemas[name])]
+    keys = [key for part in parts if isinstance(part, Mapping) for key in part]
+    if tag[4] or (tag[3] or "").strip():
+        attributes = re.findall(r"([\w.-]+)\s*=", tag[3] or "")
+        if not is_apart or not (set(attributes) & set(keys) or (tag[4] and not attributes)):
+            return None, 0
+        if not attributes:
+            return typed_call(name, [], schemas), tag.end()
+        end = text.find(close, tag.end())
+        return _ELEMENT_FORM.format(name), tag.end() if tag[4] else max(end + len(close), tag.end())
+    following = (*(f"<{key}>" for key in keys), close)
+    pairs: list[tuple[str, str]] = []
+    position = skip_space(text, tag.end())
+    is_open = False
+    while key := next((key for key in keys if text.startswith(f"<{key}>", position)), None):
+        begin = position + len(key) + 2
+        stop = value_end(text, begin, f"<{key}>", f"</{key}>", following)
+        is_open = stop < 0
+        if is_open:
+            break
+        value = text[begin:stop]
+        pairs.append((key, value.strip("\r\n") if ON_LINES.fullmatch(value) else value))
+        position = skip_space(text, stop + len(key) + 3)
+    if text.startswith(close, position) and (pairs or (is_apart and name not in _HTML)):
+        return typed_call(name, pairs, schemas), position + len(close)
+    end, rest = text.find(close, tag.end()), text[position:]
+    if end < 0:
+        is_cut = is_open or ((pairs or rest) and any(each.startswith(rest) for each in following))
+        return _ELEMENT_FORM.format(name) if is_cut else None, len(text)
+    inside = text[tag.end() : end]
+    is_meant = (
+        is_apart and name not in _HTML and inside.strip() and _PLAIN_ELEMENT.fullmatch(inside)
+    )
+    is_call = pairs or is_open or is_meant
+    return _ELEMENT_FORM.format(name) if is_call else None, end + len(close)
