@@ -53,7 +53,7 @@ def _pair(text: str) -> tuple[str, Any]:
 def literal(text: str) -> Any:
     """Reads a value of JSON or Python; anything else is a text."""
     for read in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             return read(text)
     return text
 

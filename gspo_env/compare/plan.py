@@ -183,7 +183,7 @@ def _first_value(text: str) -> tuple[Any, str]:
         value, end = json.JSONDecoder().raw_decode(text)
         if text[end : end + 1] in ("", ","):
             return value, text[end + 1 :]
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         pass
     word, _, rest = text.partition(",")
     return _json(word), rest
@@ -192,7 +192,7 @@ def _first_value(text: str) -> tuple[Any, str]:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

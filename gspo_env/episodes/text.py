@@ -60,7 +60,13 @@ def _earlier_messages(record: EpisodeRecord) -> Iterator[str]:
         messages = json.loads((record.turns[0].messages if record.turns else None) or "[]")
         for message in messages:
             yield _block(f"{message['role']} message", str(message.get("content", "")), _MAX_TEXT)
-    except (ValueError, TypeError, KeyError, AttributeError):  # of a file that was changed
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+    ):  # of a file that was changed
         yield _block("messages", "(not readable)")
 
 

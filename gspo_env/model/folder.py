@@ -79,32 +79,50 @@ def locate_tokenizer(name: str) -> tuple[str, dict[str, Any], Any]:
     Raises:
         ModelError: There is no such model, or its tokenizer cannot be loaded.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import RepositoryNotFoundError
     from transformers import AutoTokenizer
 
     name, local, offline = _locate(name)
     where: dict[str, Any] = {"local_files_only": local}
+    if not Path(name).is_dir():
+        files = _download(name, local, offline)
+        _check_files(name, files)
+        where["revision"] = files.name
     try:
-        if not Path(name).is_dir():
-            files = snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=local)
-            _check_files(name, Path(files))
-            where["revision"] = Path(files).name
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **where)
         check_tokenizer(tokenizer)
-        return name, where, tokenizer
+    except Exception as error:
+        raise ModelError(f"cannot load the tokenizer of {name!r}: {first_line(error)}") from error
+    return name, where, tokenizer
+
+
+def _download(name: str, local: bool, offline: str) -> Path:
+    """Returns the folder in the hub's cache with the files that describe a model.
+
+    Args:
+        name: Hub id.
+        local: Whether to ask the hub for nothing.
+        offline: Why the hub does not answer; empty if it does.
+
+    Raises:
+        ModelError: There is no such model.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=local))
     except RepositoryNotFoundError as error:
         raise ModelError(
             f"the hub has no model {name!r}, or you have no access to it; expected a model folder, "
             "or a hub id"
         ) from error
     except Exception as error:
-        if offline and not isinstance(error, ModelError):
+        if offline:
             raise ModelError(
                 f"there is no folder {name!r}, no model of that name in the cache of Hugging Face, "
                 f"and its hub does not answer ({offline}); expected a model folder, or a hub id"
             ) from error
-        raise ModelError(f"cannot load the tokenizer of {name!r}: {first_line(error)}") from error
+        raise ModelError(f"cannot load {name!r} from the hub: {first_line(error)}") from error
 
 
 def check_place(name: str) -> None:
@@ -147,9 +165,14 @@ def _check_files(name: str, folder: Path) -> None:
         _check_index(file)
     file = folder / "config.json"
     try:
-        _check_counts(name, json.loads(file.read_bytes()))
+        config = json.loads(file.read_bytes())
+        _check_counts(name, config)
+    except ModelError:
+        raise
     except (ValueError, OSError, RecursionError) as error:
-        raise ModelError(f"{str(file)!r} is no JSON: {first_line(error)}") from error
+        raise ModelError(f"{str(file)!r} is no JSON object: {first_line(error)}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{str(file)!r} is no JSON object: it is a {type(config).__name__}")
 
 
 def _check_file(file: Path) -> None:
@@ -222,15 +245,15 @@ def check_tokenizer(tokenizer: Any) -> None:
     """Refuses a tokenizer whose texts could take all memory.
 
     Raises:
-        ModelError: Its normalizer or decoder multiplies texts, or a token is huge.
+        ValueError: Its normalizer or decoder multiplies texts, or a token is huge.
     """
     if max(map(len, tokenizer.get_vocab())) > _LONGEST_TOKEN:
-        raise ModelError(f"a token has more than {_LONGEST_TOKEN:,} characters")
+        raise ValueError(f"a token has more than {_LONGEST_TOKEN:,} characters")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state = {} if backend is None else json.loads(backend.to_str())
     for part in ("normalizer", "decoder"):
         if _growth(state.get(part)) > _GROWTH:
-            raise ModelError(f"its {part} makes texts more than {_GROWTH} times as long")
+            raise ValueError(f"its {part} makes texts more than {_GROWTH} times as long")
 
 
 def _growth(part: Any) -> float:
@@ -244,12 +267,22 @@ def _growth(part: Any) -> float:
     return ratio * math.prod(map(_growth, itertools.chain(*parts)))
 
 
-def check_weights(name: str, model: Any) -> None:
-    """Refuses weights with which every result would be NaN.
+def check_weights(name: str, model: Any, info: dict[str, Any]) -> None:
+    """Refuses a model without all of its weights, or with some that are not finite.
+
+    Args:
+        name: The model.
+        model: It, loaded.
+        info: What `transformers` says of its weights.
 
     Raises:
-        ModelError: A weight is NaN or infinite.
+        ModelError: A weight is missing, of another shape, NaN or infinite.
     """
+    if wrong := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
+        raise ModelError(
+            f"the model {name!r} has no {', '.join(wrong[:3])} of the shape in its config "
+            f"({len(wrong)} weights missing)"
+        )
     for key, weight in model.named_parameters():
         if weight.is_floating_point() and weight.itemsize > 1 and weight.numel():  # not 8 bits
             low, high = weight.detach().aminmax()
@@ -257,5 +290,5 @@ def check_weights(name: str, model: Any) -> None:
                 dtype = str(weight.dtype).removeprefix("torch.")
                 raise ModelError(
                     f"the weights {visible(key)} of {name!r} are not finite in {dtype}: they are "
-                    f"from {float(low)} to {float(high)}; expected finite weights"
+                    f"from {float(low):.3g} to {float(high):.3g}; expected finite weights"
                 )

@@ -56,7 +56,7 @@ _LONGEST_FILE = 1 << 30
 """Maximum size of a file of JSON lines."""
 
 
-_PLACE = re.compile(r"(?!/|.*\.\.(/|$))[^\0]{0,1000}", re.DOTALL)
+_PLACE = re.compile(r"(?!/|.*\.\.(/|$))[^\0]{0,250}", re.DOTALL)
 """Where a text or a file is kept in a tracker."""
 
 
@@ -128,7 +128,7 @@ class JsonlFile(Generic[T]):
                 offset += len(line)
                 try:
                     record = self._record(**json.loads(line))
-                except (ValueError, TypeError, AttributeError, RecursionError):
+                except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                     _log.warning("%s: a damaged line is skipped: %r", self.path, line[:80])
                 else:
                     yield offset, record
@@ -169,12 +169,12 @@ def _call(*, name: Any, arguments: dict[str, Any], after: int) -> Call:
     if name not in get_args(CallName) or type(after) is not int:
         raise TypeError("expected the name of a call and a number of bytes")
     arguments = json.loads(json.dumps(arguments, ensure_ascii=False).encode(errors="replace"))
-    place = arguments.get({"text": "name", "artifact": "folder"}.get(name, ""), "")
+    place = arguments["name"] or "/" if name == "text" else arguments.get("folder", "")
     if not _PLACE.fullmatch(place) or arguments.get("status", "FAILED") not in get_args(Status):
         raise ValueError("expected a place in the run, and how it ended")
     if name == "trace":
         read_trace(**arguments)
-    return Call(name=name, arguments=dict(arguments), after=after)
+    return Call(name=name, arguments=arguments, after=after)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -233,8 +233,10 @@ class Checkpoints:
         """
         problems = []
         for folder in reversed(step_folders(self.folder)):
-            if not (problem := damage(folder)):
-                numbers = json.loads(read_file(folder, "state.json", _MAX_STATE))
+            problem, numbers = damage(folder), None
+            if not problem:
+                with contextlib.suppress(ValueError, RecursionError):
+                    numbers = json.loads(read_file(folder, "state.json", _MAX_STATE))
                 if isinstance(numbers, dict) and isinstance(numbers.get("step"), int):
                     self.last = numbers["step"]
                     return Checkpoint(folder=folder, numbers=numbers)

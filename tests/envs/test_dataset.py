@@ -424,6 +424,20 @@ def test_models_that_cannot_be_rewards_are_refused(model_folder, tmp_path):
         (hostile / "config.json").write_text(json.dumps({**config, name: "theirs/kernel"}))
         with pytest.raises(ModelError, match="names a kernel to run, 'theirs/kernel'"):
             RewardModel(str(hostile))
+    (hostile / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
+    settings = json.loads((hostile / "tokenizer_config.json").read_text())
+    lost = {key: value for key, value in settings.items() if key not in ("pad_token", "eos_token")}
+    (hostile / "tokenizer_config.json").write_text(json.dumps(lost))
+    with pytest.raises(ModelError, match="has no token for padding, nor one that ends"):
+        RewardModel(str(hostile))
+
+
+def test_a_reward_model_whose_template_shows_no_message_is_an_error(model_folder):
+    empty = RewardModel(model_folder)
+    empty.tokenizer.chat_template = "{{ none_of_it }}"
+    empty._encode = conversation_encoder(empty.tokenizer)
+    with pytest.raises(ModelError, match="its chat template shows no message"):
+        empty(attempt("3"))
 
 
 FILES = {

@@ -72,7 +72,7 @@ def test_the_seed_decides_the_game_in_every_session(two):
 def test_actions_and_observations_in_other_shapes(two):
     env = make(two, action="json", observation="", reset={"highest": 0})
     assert '"text": "Guess from 0 to 0."' in env.reset(seed=0)[0]
-    for wrong in ("0", "{", '["message"]'):
+    for wrong in ("0", "{", '["message"]', "[" * 10**5):
         assert env.step(wrong)[0].startswith("Error: the action is not valid")
     assert env.step('{"message": "0"}')[1:3] == (1.0, True)
     env.reset(seed=0)

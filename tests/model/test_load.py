@@ -126,6 +126,21 @@ def test_a_model_of_which_weights_are_missing_is_refused(folder):
         load_model(str(folder))
 
 
+def test_weights_of_another_shape_than_in_the_config_are_named(folder):
+    change(folder / "config.json", intermediate_size=48)
+    with pytest.raises(
+        ModelError, match=r"has no model\.layers\.0\.mlp\.down_proj\.weight.* shape"
+    ):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "null", "{}", '"a"', "x"])
+def test_a_config_that_is_no_object_is_one_sentence(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"is no JSON object|Should have a `model_type`"):
+        load_model(str(folder))
+
+
 def test_a_kernel_that_a_config_names_is_refused(folder):
     change(folder / "config.json", attn_implementation="theirs/kernel")
     with pytest.raises(ModelError, match="names a kernel to run, 'theirs/kernel'"):
@@ -205,7 +220,7 @@ def test_a_file_of_a_model_that_never_ends_or_is_too_large_is_refused(folder):
     with pytest.raises(ModelError, match="bytes; expected at most"):
         load_model(str(folder))
     (folder / "config.json").write_text("[" * 10**5)
-    with pytest.raises(ModelError, match="is no JSON: "):
+    with pytest.raises(ModelError, match="is no JSON object: "):
         load_model(str(folder))
     (folder / "additional_chat_templates").mkdir()
     os.mkfifo(folder / "additional_chat_templates" / "tools.jinja")
@@ -320,7 +335,7 @@ def test_a_hub_model_has_the_checks_of_a_folder(hub_model):
     blob = hub_model / "blobs" / "config.json"
     text = blob.read_text()
     change(blob, num_labels=10**9)
-    with pytest.raises(ModelError, match="num_labels 1,000,000,000"):
+    with pytest.raises(ModelError, match=r"^the config of .* has num_labels 1,000,000,000"):
         load_model("someone/theirs")
     blob.write_text(text)
     snapshot = next((hub_model / "snapshots").iterdir())

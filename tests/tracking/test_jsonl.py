@@ -219,6 +219,8 @@ def test_a_number_that_no_store_takes_is_skipped_at_once(tmp_path, caplog, line)
         ("text", {"name": "a\0", "text": "a"}),
         ("text", {"name": "a" * 5000, "text": "a"}),
         ("text", {"name": 5, "text": "a"}),
+        ("text", {"name": "", "text": "a"}),
+        ("text", {"text": "a"}),
         ("artifact", {"path": "metrics.jsonl", "folder": "../.."}),
         ("artifact", {"path": "metrics.jsonl", "folder": "/tmp"}),
         ("finish", {"status": "ELSEWHERE", "reason": ""}),

@@ -160,6 +160,8 @@ def test_without_an_undamaged_checkpoint_each_damage_is_named(done):
 
 FORGED = {
     "a list": ("state.json", b"[]", "state.json has no step"),
+    "no JSON": ("state.json", b"{", "state.json has no step"),
+    "lists without end": ("state.json", b"[" * 10**6, "state.json has no step"),
     "a step that is a list": ("state.json", {"step": []}, "state.json has no step"),
     "an unknown result": ("state.json", {"results": [{"x": 1}]}, "is damaged: TypeError"),
     "a history that is a number": ("state.json", {"history": 5}, "is damaged: ValueError"),

@@ -96,7 +96,7 @@ class OpenEnvEnv(ForeignEnv):
         """Sends an action; an action that has to be JSON and is not uses up the turn."""
         try:
             payload = self._payload(action)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"Error: the action is not valid: {error}", 0.0, False, False, {}
         result = loops.run(self._ask("step", payload), _LOOP)
         info = {"openenv": result.metadata or {}}

@@ -311,6 +311,8 @@ class RewardModel:
         self._label = self._find(label)
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
+        if self.tokenizer.pad_token is None:
+            raise ModelError(f"reward model {path!r} has no token for padding, nor one that ends")
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
         self.tokenizer.padding_side = "right"
         most = getattr(self.model.config, "max_position_embeddings", None)
@@ -321,7 +323,9 @@ class RewardModel:
     def __call__(self, attempt: Attempt) -> float:
         """Scores the whole conversation, in one batch with those that wait at the same time."""
         score: Future[float] = Future()
-        self._pending.put((self._encode(attempt), score))
+        if not (ids := self._encode(attempt)):
+            raise ModelError(f"reward model {self.name}: its chat template shows no message")
+        self._pending.put((ids, score))
         with self._running:
             while not score.done():
                 self._score_batch()
