@@ -8,7 +8,8 @@
 Each program samples `--group` continuations of each prompt at temperature 1. The plain loop
 computes each prompt once and keeps log-probabilities; `generate` of `transformers`, which TRL uses
 without vLLM, does neither. PYTHON is the interpreter of an environment that has vLLM, which returns
-log-probabilities and runs in child processes, eager and compiled. All programs alternate.
+log-probabilities and runs in child processes, eager and compiled. All programs alternate. The model
+`0.6B` has random weights and the shape of Qwen3-0.6B.
 
 With one thread, the times are seconds of the processor; with more, or a GPU, of the clock.
 
@@ -31,10 +32,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from common import alternate, show
+from common import alternate, make_model, show
 from transformers import DynamicCache
 
 from gspo_env.chat.transcript import ChatTokenizer
@@ -50,6 +52,13 @@ from gspo_env.types import Task
 
 Ids = list[list[int]]
 TURNS = 3
+
+
+def load(name: str, dtype: str) -> tuple[Any, Any]:
+    """Loads a model and its tokenizer; for `0.6B`, one with random weights, and characters."""
+    if name != "0.6B":
+        return load_model(name, dtype)
+    return make_model(name, dtype), lambda text, **_: SimpleNamespace(input_ids=[*map(ord, text)])
 
 
 def make_prompts(tokenizer: Any, count: int, length: int) -> Ids:
@@ -218,7 +227,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    model, tokenizer = load_model(arguments.model, arguments.dtype)
+    model, tokenizer = load(arguments.model, arguments.dtype)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.delays:
         compare_delays(model, tokenizer, arguments)

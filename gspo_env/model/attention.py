@@ -3,7 +3,7 @@
 Both feed a model one row of tokens (1, T) that belong to many sequences. Only attention depends on
 which tokens belong together, so it gets this information from a `Ragged`. The function is
 registered with `transformers`, so it works for every model that uses the library's attention
-interface. No T x T mask is built.
+interface. No T x T mask is built, but for small rows of a GPU that has no kernel for them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_SCORES = 1 << 22
 """Scores that a CPU holds at once."""
 KEYS = 16
 """A product with a multiple of so many keys sums none of them apart."""
-_WASTE = 1.25
+WASTE = 1.25
 """Largest ratio of a bucket's longest sequence to its shortest. Above it, another bucket costs
 less than the padding."""
 
@@ -65,7 +65,7 @@ def _ragged_attention(
             "the model caps its attention scores or has attention sinks; expected plain scaled "
             "dot-product attention"
         )
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     size, values = max(q.shape[-1], v.shape[-1]), v.shape[-1]
     # keys and values of one size share a cache and a kernel; zeros change no score and no sum
@@ -232,12 +232,12 @@ class PackedAttention:
         return flat.index_select(0, self._padding[1])
 
 
-def buckets(sizes: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+def buckets(sizes: np.ndarray[Any, Any], waste: float = WASTE) -> list[np.ndarray[Any, Any]]:
     """Returns indices by decreasing size, in buckets that are cheaper to pad than to split."""
     order = np.argsort(-sizes, kind="stable")
     cuts = [0]
     for n, place in enumerate(order):
-        if sizes[order[cuts[-1]]] > _WASTE * sizes[place]:
+        if sizes[order[cuts[-1]]] > waste * sizes[place]:
             cuts.append(n)
     return np.split(order, cuts[1:])
 

@@ -2,7 +2,8 @@
 
 The softmax over several sets of keys follows from the softmax over each set and the logarithms of
 the normalisers. So no mask is built and no key is copied: every run attends to itself causally, and
-the runs that continue it attend to all of it, in one call for each fork.
+the runs that continue it attend to all of it, in one call for each fork. Windows on a CPU take
+masks, as does a GPU that has no kernel.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from gspo_env.batch.packing import upload
 from gspo_env.batch.prefix import Run
 from gspo_env.model import flash as varlen
 from gspo_env.model.attention import (
+    WASTE,
     PackedAttention,
     attend_by_products,
     buckets,
     is_half,
     padded_length,
-    sdpa,
-    take,
     widened,
 )
+from gspo_env.registry import load_function
 
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -39,7 +40,8 @@ class TreeAttention(PackedAttention):
 
     def __init__(self, runs: Sequence[Run], device: torch.device | str = "cpu") -> None:
         super().__init__([run.length for run in runs], device)
-        self._runs = runs
+        self.runs = runs
+        self.masks: dict[tuple[int | None, bool], list[Tensor]] = {}
         self._longest = max(run.depth + run.length for run in runs)
         self._seen: dict[int, tuple[varlen.Spans, Tensor]] = {}
         self.forks = [
@@ -63,12 +65,13 @@ class TreeAttention(PackedAttention):
             apply: Any = _Tree.apply
             # under autocast the norms leave queries and keys in a wider dtype than the values
             return apply(q.to(v.dtype), k.to(v.dtype), v, scale, self)  # type: ignore[no-any-return]
-        return self._masked(q, k, v, scale, window)
+        masked: Any = load_function("gspo_env.model.masked_attention:attend", "attend")
+        return masked(self, q, k, v, scale, window)  # type: ignore[no-any-return]
 
     @cached_property
     def _levels(self) -> list[varlen.Fork]:
         """The forks of each level; those of one level share no token, so one call takes them."""
-        levels = _forks(self._runs)
+        levels = _forks(self.runs)
         pairs = [([f.end - f.stop for f in level], [f.length for f in level]) for level in levels]
         indices = []
         for level in levels:
@@ -83,33 +86,19 @@ class TreeAttention(PackedAttention):
     def _windows(self, window: int) -> tuple[varlen.Spans, Tensor]:
         """Returns the spans of runs and of what they see in a window, and its place in the row."""
         if window not in self._seen:
-            paths = zip(self._runs, _paths(self._runs), strict=True)
+            paths = zip(self.runs, token_paths(self.runs), strict=True)
             seen = [path[max(0, run.depth - window + 1) :] for run, path in paths]
-            lengths = [run.length for run in self._runs], [len(path) for path in seen]
+            lengths = [run.length for run in self.runs], [len(path) for path in seen]
             (spans,), (index,) = varlen.make_spans([lengths], [np.concatenate(seen)], self._device)
             self._seen[window] = spans, index
         return self._seen[window]
-
-    def _masked(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        """Attends from each run to its whole path, with a mask; for what has no kernel."""
-        parts = []
-        path_buckets, restore = self._path_buckets
-        for index, path, position in path_buckets:
-            q, k, v = take(query, index), take(key, path), take(value, path)
-            distance = position[:, :, None] - torch.arange(path.shape[1], device=path.device)
-            visible = (distance >= 0) & (distance < (window or self._longest + 1))
-            out = sdpa(q, k, v, scale, visible[:, None], causal=False)
-            parts.append(out.transpose(1, 2).flatten(0, 1))
-        return torch.cat(parts).index_select(0, restore)
 
     def by_products(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Attends as an engine does that has a cache; returns the logarithms of normalisers too."""
         parts = []
-        path_buckets, restore = self._path_buckets
+        path_buckets, restore = self.path_buckets
         for index, path, position in path_buckets:
             path = pad(path, (0, padded_length(path.shape[1]) - path.shape[1]))
             q, k, v = (t.transpose(1, 2) for t in (query[index], widened(key[path]), value[path]))
@@ -125,21 +114,23 @@ class TreeAttention(PackedAttention):
         return out, norm
 
     @cached_property
-    def _path_buckets(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
+    def path_buckets(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
         """Sorts runs into buckets of similar size; returns indices into the row.
 
         Each bucket has the row positions of its runs and of their paths, and positions in the
         sequence. The last index restores the row from all buckets. Padding goes at the end, where
         the causal mask hides it.
         """
-        runs = self._runs
-        paths = _paths(runs)
+        # a GPU pads faster than a host launches the kernels of more buckets
+        waste = 2.0 if torch.device(self._device).type == "cuda" else WASTE
+        runs = self.runs
+        paths = token_paths(runs)
         sizes = np.array([len(path) for path in paths])
         indices, offset = [], 0
         restore = np.empty(sum(run.length for run in runs), dtype=np.int64)
-        for bucket in buckets(sizes):
+        for bucket in buckets(sizes, waste):
             widths = np.array([runs[n].length for n in bucket])
-            for part in buckets(widths):
+            for part in buckets(widths, waste):
                 members, width = bucket[part], widths[part].max()
                 index = np.zeros((len(members), width), dtype=np.int64)
                 path = np.zeros((len(members), sizes[members].max()), dtype=np.int64)
@@ -148,8 +139,9 @@ class TreeAttention(PackedAttention):
                     path[row, : sizes[n]] = paths[n]
                     index[row, : run.length] = paths[n][run.depth :]
                     restore[run.start : run.stop] = offset + row * width + np.arange(run.length)
-                depth = np.array([[runs[n].depth] for n in members]) + np.arange(width)
-                indices += [index, path, depth]
+                position = np.array([[runs[n].depth] for n in members]) + np.arange(width)
+                # padding sees what the last token of its run sees, so that every query sees a key
+                indices += [index, path, np.minimum(position, sizes[members][:, None] - 1)]
                 offset += index.size
         *moved, moved_restore = upload([*indices, restore], self._device)
         return list(zip(moved[::3], moved[1::3], moved[2::3], strict=True)), moved_restore
@@ -174,7 +166,7 @@ def _forks(runs: Sequence[Run]) -> list[list[Run]]:
     return list(levels.values())
 
 
-def _paths(runs: Sequence[Run]) -> list[np.ndarray[Any, Any]]:
+def token_paths(runs: Sequence[Run]) -> list[np.ndarray[Any, Any]]:
     """Returns the row positions that the last token of each run sees."""
     paths: list[np.ndarray[Any, Any]] = []
     for run, above in zip(runs, _ancestors(runs), strict=True):

@@ -16,6 +16,7 @@ from gspo_env.batch import prefix
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.prefix import LEAST, build_tree, sort_by_prefix, split_minibatches
 from gspo_env.learner import GSPO
+from gspo_env.model import masked_attention
 from gspo_env.model.attention import PackedAttention
 from gspo_env.model.tree_attention import TreeAttention
 
@@ -135,7 +136,11 @@ def test_attention_over_a_tree_is_that_of_each_sequence_alone(grouped, window, m
         for h in (4, 2, 2)
     ]
     attention = TreeAttention(batch.runs)
-    attend = attention._masked if masked else lambda *a: attention.attend(0, *a)
+    attend = (
+        functools.partial(masked_attention.attend, attention)
+        if masked
+        else functools.partial(attention.attend, 0)
+    )
     weight = torch.randn(size, 4, 8, dtype=torch.float64, generator=generator)
     out = attend(*given, 0.3, window)
     (out * weight).sum().backward()

@@ -14,6 +14,7 @@ from pretend_device import pretend_gpu
 
 from gspo_env.batch.prefix import Run
 from gspo_env.model import flash as varlen
+from gspo_env.model import masked_attention
 from gspo_env.model.attention import PackedAttention
 from gspo_env.model.tree_attention import TreeAttention
 
@@ -82,7 +83,7 @@ def test_trees_have_the_output_and_gradients_of_the_masked_path(runs, heads, win
         def attend(self, layer, q, k, v, scale, window):
             if varlen.has_kernel(q, k, v):
                 return super().attend(layer, q, k, v, scale, window)
-            return self._masked(q, k, v, scale, window)
+            return masked_attention.attend(self, q, k, v, scale, window)
 
     compare(lambda: Masked(runs), rows(count, heads), window, 1e-10)
 
@@ -102,21 +103,15 @@ def test_the_kernels_are_for_half_precision_on_a_gpu():
         assert not varlen.has_kernel(q, k, v.float())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("kind", ["packed", "tree"])
-def test_a_gpu_runs_the_kernels_and_nothing_else(kind, window, dtype):
-    lengths = [7, 1, 12]
-    prefix = Run(start=0, length=6, depth=0, end=20)
-    runs = [
-        prefix,
-        Run(start=6, length=9, depth=6, end=15),
-        Run(start=15, length=5, depth=6, end=20),
-    ]
+FORK = [
+    Run(start=0, length=6, depth=0, end=20),
+    Run(start=6, length=9, depth=6, end=15),
+    Run(start=15, length=5, depth=6, end=20),
+]
 
-    def make(device):
-        return PackedAttention(lengths, device) if kind == "packed" else TreeAttention(runs, device)
 
+def on_both(make, window, dtype):
+    """The results on a CPU in float64 and on a pretend GPU, and the GPU."""
     tensors = rows(20, (4, 2), torch.float64)
     expected = results(lambda q, k, v: make("cpu").attend(0, q, k, v, 0.3, window), tensors)
     with pretend_gpu() as gpu:
@@ -126,7 +121,32 @@ def test_a_gpu_runs_the_kernels_and_nothing_else(kind, window, dtype):
         out = attention.attend(0, *moved, 0.3, window)
         rng = torch.Generator().manual_seed(1)
         gradient = torch.randn(out.shape, generator=rng, dtype=torch.float64).to(dtype).to("cuda")
-        found = [out, *torch.autograd.grad(out, moved, gradient)]
+        return expected, [out, *torch.autograd.grad(out, moved, gradient)], gpu
+
+
+@pytest.mark.parametrize("largest", [0, 1 << 24])
+@pytest.mark.parametrize("window", [None, 3])
+def test_masks_on_a_gpu_have_the_numbers_of_the_cpu(window, largest, monkeypatch):
+    """One mask for a small row, and one for each bucket of a large one."""
+    monkeypatch.setattr(masked_attention, "_WHOLE", largest)
+    expected, found, gpu = on_both(lambda d: TreeAttention(FORK, d), window, torch.float64)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.inner, b, rtol=1e-10, atol=1e-10)
+    gathers = any("index_select" in name for name in gpu.kernels)
+    assert gathers == (not largest)
+    assert not [place for _, place in gpu.waits if place.startswith("gspo_env")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kind", ["packed", "tree"])
+def test_a_gpu_runs_the_kernels_and_nothing_else(kind, window, dtype):
+    def make(device):
+        return (
+            PackedAttention([7, 1, 12], device) if kind == "packed" else TreeAttention(FORK, device)
+        )
+
+    expected, found, gpu = on_both(make, window, dtype)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.inner.double(), b, rtol=0.05, atol=0.05)
     called = " ".join(gpu.kernels)
