@@ -6,15 +6,14 @@ import ast
 import json
 import keyword
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
 from gspo_env.registry import load_function
+from gspo_env.tool_arguments import LONGEST_LITERAL, Elements, literal, typed_call
 from gspo_env.tool_calls import (
-    DECODER,
     END_OF_HERMES,
     HERMES,
     MARK,
@@ -87,23 +86,6 @@ _CDATA = "<![CDATA["
 ON_LINES = re.compile(r"\n.*\n|\r\n.*\r\n", re.DOTALL)
 _MOST_MARKS = 4
 """Closing marks that are tried as the end of calls in Python."""
-_LONGEST_LITERAL = 1 << 16
-"""Characters of a call that is written in Python."""
-_KINDS: Mapping[type, str] = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    list: "array",
-    dict: "object",
-    type(None): "null",
-}
-_SPELLINGS = {
-    **{kind: kind for kind in _KINDS.values()},
-    **{"str": "string", "int": "integer", "float": "number", "double": "number"},
-    **{"bool": "boolean", "list": "array", "tuple": "array", "dict": "object", "none": "null"},
-}
-"""The JSON type that each name of a type means, in lower case; others say nothing."""
 _BARE = re.compile(r"^[ \t]*(?=[{\[])", re.MULTILINE)
 _FENCE = re.compile(r"```\w*[ \t]*\n(?=\s*[{\[][^`]*```\Z)")
 """The start of a block of code with JSON or Python that ends a text."""
@@ -117,8 +99,6 @@ _BROKEN = re.compile(
     r"|\[\s*([\w.-]+)\("
 )
 """The start of a call in JSON or Python, with its name."""
-_TYPED = {"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf"}
-"""Keywords that say something of the type."""
 _GLM_KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
 _AFTER_GLM_VALUE = ("<arg_key>", END_OF_HERMES)
 _END_OF_IFM, _IFM = (
@@ -137,15 +117,12 @@ _MINIMAX_TAG = re.compile(rf"{re.escape(_NAMESPACE)}<(/?)([^<>]+)>")
 _NAMED = re.compile(r"\s*[\w.-]+\s*\{")
 _MORE = re.compile(r"\s*(?P<name>[\w.-]{1,200})(?:\[CALL_ID\](?P<id>\w{1,200}))?\[ARGS\]\s*")
 _PYTHON_NAME = re.compile(r"\s*(?:print\()?(?:default_api\.)?([A-Za-z_][\w.]*)\(")
-_PYTHON_VALUE = re.compile(r"None|True|False|\[.*\]|\{.*\}", re.DOTALL)
 _NAME_START = re.compile(r"\s*(?:<server_name>[^<]*</server_name>\s*)?<((?:tool_)?name)>")
 _NAME_TAG = re.compile(rf"{_NAME_START.pattern}\s*([^<]*?)\s*</\1>\s*")
 _LONGEST_NAMING = 1024
 """Characters in which the tag of a call names a tool."""
 _ARGUMENTS_TAG = re.compile(r"<(arguments|parameters|input)>\s*")
 _CHILD = re.compile(r"<([\w.-]{1,64})>")
-_ITEM = "item"
-"""The name of an element of a list."""
 _DEEPEST_ELEMENT = 90
 _TYPE = re.compile(r'" (?:string|type|index)="(\w+)\Z')
 """The end of a quoted name with a type behind it."""
@@ -351,176 +328,6 @@ def _described(close: str, text: str, start: int, schemas: Schemas) -> Reading:
     return f"the tool call has no {end}{close} behind its arguments.", after
 
 
-def typed_call(
-    name: str, pairs: Iterable[tuple[str, Any]], schemas: Schemas, types: Mapping[str, str] = {}
-) -> list[ToolCall] | str:
-    """Returns a call whose arguments are texts or elements.
-
-    Args:
-        name: The tool.
-        pairs: The keys and texts.
-        schemas: The schemas of the tools.
-        types: The types that the call itself gives, by key; others are those of the schema.
-    """
-    arguments: dict[str, Any] = {}
-    schema = schemas.get(name, {})
-    for key, text in pairs:
-        if key in arguments:
-            return f"the tool call has the argument {key[:40]!r} twice."
-        part: Any = _child(schema, key, schema)
-        if key in types:
-            others = [kind for kind in _KINDS.values() if kind != "string"]
-            part = {"type": {"true": "string", "false": others}.get(types[key], types[key])}
-        try:
-            arguments[key] = _value(text, part, schema)
-        except _TypeMismatchError as error:
-            return f"the argument {key[:40]!r} is {error}."
-    return to_calls({"name": name, "arguments": arguments})
-
-
-class _TypeMismatchError(Exception):
-    """A text has none of the types that its schema allows."""
-
-
-class _Elements(NamedTuple):
-    """The content of an element that has others in it."""
-
-    text: str
-    items: list[tuple[str, Any]]
-
-
-def _child(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
-    """Returns the schema of a property or of the items, or None."""
-    for part in alternatives_of(schema, root):
-        properties = part.get("properties")
-        if isinstance(properties, Mapping) and key in properties:
-            return properties[key]
-        if key == _ITEM and "items" in part:
-            return part["items"]
-        if isinstance(part.get("additionalProperties"), Mapping) and key != _ITEM:
-            return part["additionalProperties"]
-    return None
-
-
-def _value(node: str | _Elements, schema: Any, root: Mapping[str, Any]) -> Any:
-    """Returns the value of a text, or of elements with names."""
-    kinds, values = _kinds(schema, root)
-    if isinstance(node, _Elements) and "string" in kinds and not kinds & {"array", "object"}:
-        node = node.text
-    value: Any
-    if isinstance(node, str):
-        value = _typed(node, kinds, values)
-    elif {name for name, _ in node.items} == {_ITEM} and "object" not in kinds:
-        part = _child(schema, _ITEM, root)
-        value = [_value(child, part, root) for _, child in node.items]
-    else:
-        value = {n: _value(child, _child(schema, n, root), root) for n, child in node.items}
-    kind = _KINDS[type(value)]
-    if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
-        text = node if isinstance(node, str) else node.text
-        raise _TypeMismatchError(f"{text[:40]!r}; expected {' or '.join(sorted(kinds))}")
-    return value
-
-
-def _typed(text: str, kinds: set[str], values: Sequence[Any]) -> Any:
-    """Returns the value that a text means.
-
-    Args:
-        text: The text.
-        kinds: The types that are allowed; all if there are none.
-        values: The values that an enumeration allows.
-    """
-    word = text.strip()
-    for value in values:
-        if text not in values and word in (json.dumps(value), str(value)):
-            return value
-    if "null" in kinds and (word in ("null", "None") or not (word or "string" in kinds)):
-        return None
-    if not word and len(kinds) == 1 and kinds < {"array", "object"}:
-        return [] if "array" in kinds else {}
-    if "string" in kinds:
-        return text
-    if "boolean" in kinds and word in ("True", "False"):
-        return word == "True"
-    try:
-        value = DECODER.decode(text)
-    except (ValueError, RecursionError):
-        is_literal = kinds & {"array", "object"} or (not kinds and _PYTHON_VALUE.fullmatch(word))
-        value = _literal(word) if is_literal else text
-    if isinstance(value, float) and value.is_integer() and "integer" in kinds:
-        return value if "number" in kinds else int(value)  # 2.0 is an integer in JSON schema
-    return text if isinstance(value, str) else value
-
-
-def _kinds(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], list[Any]]:
-    """Returns the JSON types that a schema allows, none if it does not say, and its constants."""
-    kinds: set[str] = set()
-    constants: list[Any] = []
-    for part in alternatives_of(schema, root):
-        kind, values = part.get("type"), part.get("enum", [part["const"]] if "const" in part else 0)
-        constants += values if isinstance(values, list) else []
-        names = {
-            _SPELLINGS.get(str(k).lower()) for k in (kind if isinstance(kind, list) else [kind])
-        }
-        if kind is not None and None not in names:
-            kinds |= {n for n in names if n} | ({"null"} if part.get("nullable") is True else set())
-        elif isinstance(values, list):
-            kinds |= {_KINDS.get(type(value), "object") for value in values}
-        else:
-            return set(), []
-    return kinds, constants
-
-
-def alternatives_of(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields the schemas that a schema stands for: itself, or those that it refers to."""
-    parts, seen = [schema], set[int]()
-    while parts:
-        part = parts.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if not isinstance(part, Mapping):
-            yield {}
-            continue
-        options = [part.get(key) for key in ("anyOf", "oneOf", "allOf")]
-        if isinstance(options[2], list):  # a part that says nothing of the type limits no other
-            typed = [p for p in options[2] if isinstance(p, Mapping) and _TYPED & p.keys()]
-            options[2] = typed or options[2]
-        alternatives = [each for option in options if isinstance(option, list) for each in option]
-        if isinstance(reference := part.get("$ref"), str):
-            parts.append(_resolve(reference, root))
-        elif alternatives and not isinstance(part.get("type"), (str, list)):
-            parts += alternatives
-        else:
-            yield part
-
-
-def _resolve(reference: str, root: Any) -> Any:
-    """Returns the part of a schema that `#/...` refers to; None if there is none."""
-    for name in unquote(reference.removeprefix("#")).split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        root = root.get(name) if isinstance(root, Mapping) else None
-    return root if reference.startswith("#") else None
-
-
-def _literal(source: str | ast.expr) -> Any:
-    """Returns the JSON value of a Python literal, or the source itself if it is none."""
-    if isinstance(source, str) and len(source) > _LONGEST_LITERAL:
-        return source
-    try:
-        tree = ast.parse(source.strip(), mode="eval") if isinstance(source, str) else source
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Dict) and len(set(map(_dump, node.keys))) < len(node.keys):
-                return source  # it has a key twice
-        return json.loads(json.dumps(ast.literal_eval(tree), allow_nan=False))
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return source
-
-
-def _dump(key: ast.expr | None) -> str:
-    return "" if key is None else ast.dump(key)
-
-
 def _to_python(token: re.Match[str]) -> str:
     """Escapes line breaks in a text, and lets a keyword or signs be in a name."""
     if token[1]:
@@ -620,7 +427,7 @@ def _elements(text: str, start: int) -> tuple[list[tuple[str, Any]] | None, int]
             return levels_[0], tag.end()
         else:
             starts.pop()
-            children = _Elements(text[begin : tag.start()], levels_.pop())
+            children = Elements(text[begin : tag.start()], levels_.pop())
             levels_[-1].append((name, children if children.items else children.text))
         if len(starts) > _DEEPEST_ELEMENT:
             break
@@ -629,7 +436,7 @@ def _elements(text: str, start: int) -> tuple[list[tuple[str, Any]] | None, int]
 
 def python_lines(text: str) -> list[ast.stmt] | None:
     """Returns the statements of a text in Python; None if it is anything else."""
-    if len(text) > _LONGEST_LITERAL:
+    if len(text) > LONGEST_LITERAL:
         return None
     try:
         return ast.parse(_PYTHON_TOKEN.sub(_to_python, text.strip())).body
@@ -651,7 +458,7 @@ def calls_of(values: Sequence[ast.AST]) -> list[ToolCall]:
         if not isinstance(item, ast.Call) or not isinstance(item.func, (ast.Name, ast.Attribute)):
             return []
         arguments = {
-            word.arg and _name(word.arg): _literal(_JSONWords().visit(word.value))
+            word.arg and _name(word.arg): literal(_JSONWords().visit(word.value))
             for word in item.keywords
         }
         if item.args or None in arguments or len(arguments) < len(item.keywords):
@@ -691,7 +498,7 @@ def _gemma_to_json(piece: str) -> str:
         plain = _GEMMA_KEY.sub(r'\1"\2":', piece[position : quoted.start() if quoted else None])
         parts.append(_GEMMA_WORD.sub(lambda word: _WORDS[word[0]], plain))
         if quoted:
-            value = quoted[0] if quoted[0][0] == '"' else json.dumps(_literal(quoted[0]))
+            value = quoted[0] if quoted[0][0] == '"' else json.dumps(literal(quoted[0]))
             parts.append(value)
             position = quoted.end()
     return "".join(parts)

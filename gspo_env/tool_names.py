@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
+from gspo_env.tool_arguments import properties_of, typed_call
 from gspo_env.tool_calls import Schemas, ToolCallError, skip_space
 from gspo_env.tool_formats import (
     ON_LINES,
     TEXT,
-    alternatives_of,
     calls_of,
     python_lines,
-    typed_call,
     value_end,
 )
 from gspo_env.types import ToolCall
@@ -234,8 +233,7 @@ def _element(
         None in place of the call if it is none.
     """
     name, close = tag[2], f"</{tag[2]}>"
-    parts = [p.get("properties") for p in alternatives_of(schemas[name], schemas[name])]
-    keys = [key for part in parts if isinstance(part, Mapping) for key in part]
+    keys = properties_of(schemas[name])
     if tag[4] or (tag[3] or "").strip():
         attributes = re.findall(r"([\w.-]+)\s*=", tag[3] or "")
         if not is_apart or not (set(attributes) & set(keys) or (tag[4] and not attributes)):

@@ -260,6 +260,77 @@ def test_an_xml_argument_is_what_its_schema_allows_or_malformed(schema, text, va
             assert type(call.arguments["key"]) is type(value)
 
 
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
+EVIL = "(a+)+$"
+PLACED = [
+    ({"patternProperties": {"^k": STRING}}, "644"),
+    ({"patternProperties": {"^n_": INTEGER, "y$": STRING}}, "644"),
+    ({"patternProperties": {"^n_": INTEGER}, "additionalProperties": STRING}, "644"),
+    ({"patternProperties": {"^k[a-z]+$": INTEGER}, "additionalProperties": STRING}, 644),
+    ({"patternProperties": {r"^\\w{3}$": INTEGER, ".*": {}}}, 644),
+    ({"patternProperties": {EVIL: STRING}}, "644"),
+    ({"patternProperties": {EVIL: INTEGER, "^x": STRING}}, 644),
+    ({"patternProperties": {EVIL: INTEGER}, "additionalProperties": STRING}, "644"),
+    ({"properties": {"key": INTEGER}, "patternProperties": {"key": STRING}}, 644),
+    ({"patternProperties": 3, "additionalProperties": {"$ref": "#/$defs/word"}}, "644"),
+    ({"patternProperties": {"[": STRING, "k": 3}}, 644),
+    ({"additionalProperties": {"anyOf": [STRING, {"type": "null"}]}}, "644"),
+    ({"additionalProperties": True}, 644),
+    ({"allOf": [{"properties": {"key": STRING}}]}, "644"),
+    ({"properties": {}, "anyOf": [{"properties": {"key": STRING}}, {"required": ["x"]}]}, "644"),
+    ({"oneOf": [{"properties": {"key": INTEGER}}, {"properties": {"key": STRING}}]}, "644"),
+    ({"$ref": "#/$defs/arguments"}, "644"),
+    ({"$ref": "#/$defs/arguments", "properties": {"other": INTEGER}}, "644"),
+    ({"if": {}, "then": {"properties": {"key": STRING}}}, "644"),
+    ({"properties": {"key": {"allOf": [{"type": ["string", "integer"]}, INTEGER]}}}, 644),
+    ({"properties": {"key": {"allOf": [{"type": "number"}, INTEGER]}}}, 644),
+    ({"properties": {"key": {"type": ["string", "integer"], "allOf": [STRING]}}}, "644"),
+    ({"properties": {"key": {"$ref": "#/$defs/word", "nullable": True}}}, "644"),
+    ({"properties": {"key": {"$ref": "#/$defs/outer"}}}, "644"),
+    ({"properties": {"key": {"$ref": "#/$defs/list/prefixItems/0"}}}, "644"),
+    ({"properties": {"key": {"$ref": "#word"}}}, 644),
+    ({"properties": {"key": {"anyOf": [{"$ref": "#/$defs/self"}, STRING]}}}, "644"),
+    ({"properties": {"key": {"const": "644"}}}, "644"),
+    ({"properties": {"key": {"const": 644}}}, 644),
+    ({"properties": {"key": {"not": STRING}}}, 644),
+    ({"properties": {"key": {"type": "string", "const": 3}}}, "644"),
+    ({"properties": {"key": {"enum": ["644", 1]}}}, "644"),
+    ({"properties": {"key": {"enum": [1, 2], "nullable": True}}}, 644),
+]
+NULLS = [
+    {"allOf": [{"$ref": "#/$defs/word"}], "nullable": True},
+    {"anyOf": [STRING, INTEGER], "nullable": True},
+    {"enum": ["a"], "nullable": True},
+    {"$ref": "#/$defs/word", "nullable": True},
+    {"$ref": "#/$defs/nullable"},
+    {"const": None},
+    {"enum": ["a", None]},
+]
+DEFINITIONS = {
+    "word": STRING,
+    "nullable": {"type": "string", "nullable": True},
+    "arguments": {"type": "object", "properties": {"key": {"$ref": "#/$defs/word"}}},
+    "outer": {"$defs": {"inner": STRING}, "$ref": "#/$defs/outer/$defs/inner"},
+    "list": {"prefixItems": [STRING]},
+    "self": {"anyOf": [{"$ref": "#/$defs/self"}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text", "value"),
+    [
+        *((parameters, "644", value) for parameters, value in PLACED),
+        *(({"properties": {"key": schema}}, "null", None) for schema in NULLS),
+        ({"properties": {"key": {"$ref": "#/$defs/word"}}}, "null", "null"),
+    ],
+)
+def test_the_schema_of_an_argument_is_found_wherever_it_stands(parameters, text, value):
+    parameters = {"type": "object", **parameters, "$defs": DEFINITIONS}
+    tools = [dataclasses.replace(a_tool("f"), parameters=parameters)]
+    action = f"<function=f>\n<parameter=key>\n{text}\n</parameter>\n</function>"
+    assert parse_tool_calls(action, tools) == [ToolCall(name="f", arguments={"key": value})]
+
+
 @settings(max_examples=400)
 @given(HOSTILE)
 def test_hostile_text_is_never_an_error(text):
@@ -533,6 +604,9 @@ NESTED = {
     "word": {"type": "string"},
     "lines": {"type": "array", "items": {"$ref": "#/$defs/line"}},
     "free": {},
+    "pair": {"type": "array", "prefixItems": [STRING, INTEGER], "items": STRING},
+    "old": {"type": "array", "items": [STRING, INTEGER]},
+    "map": {"type": "object", "patternProperties": {"^n": INTEGER, "^a": STRING}},
 }
 LINE = {"type": "object", "properties": {"id": {"type": "string"}, "n": {"type": "integer"}}}
 
@@ -548,6 +622,9 @@ LINE = {"type": "object", "properties": {"id": {"type": "string"}, "n": {"type":
             {"lines": [{"id": "7", "n": 7}, {"id": ""}]},
         ),
         ("<free><item>1</item><item>x</item></free>", {"free": [1, "x"]}),
+        ("<pair><item>1</item><item>2</item><item>3</item></pair>", {"pair": ["1", 2, "3"]}),
+        ("<old><item>1</item><item>2</item><item>3</item></old>", {"old": ["1", 2, 3]}),
+        ("<map><a>1</a><n>2</n></map>", {"map": {"a": "1", "n": 2}}),
         ("<free><a b>true</a b></free>", {"free": {"a b": True}}),
         ("<lines>x</lines>", "'lines' is 'x'; expected array"),
         ("<lines><item><n>x</n></item></lines>", "'lines' is 'x'; expected integer"),
