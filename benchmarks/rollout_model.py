@@ -4,6 +4,7 @@
         [--prompts 8] [--group 8] [--length 178] [--new 48] [--rounds 3]
         [--vllm PYTHON] [--modes eager compiled] [--no-loops]
     python benchmarks/rollout_model.py --dtype float32 --delays 0 0.05 0.5
+    python benchmarks/rollout_model.py --dtype float32 --profile 1 8 64 128
 
 Each program samples `--group` continuations of each prompt at temperature 1. The plain loop
 computes each prompt once and keeps log-probabilities; `generate` of `transformers`, which TRL uses
@@ -17,6 +18,9 @@ With `--delays`, whole episodes are played instead: `--prompts` tasks with `--gr
 three turns that share `--new` tokens, whose tool takes so many seconds a call. The rates, by the
 clock, are compared with that of the engine alone, which samples as many tokens from the same
 prompts.
+
+With `--profile`, it prints how long a decode step of so many sequences takes, each with its own
+prompt, and what for: the difference between sampling `--new` tokens and half as many.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import os
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -79,11 +84,14 @@ def clock(threads: int) -> float:
     return time.perf_counter()
 
 
-def sample_ours(engine: TransformersEngine, prompts: Ids, group: int, new: int) -> None:
-    """Samples with an empty cache."""
+def sample_ours(
+    engine: TransformersEngine, prompts: Ids, group: int, new: int, cached: bool = False
+) -> None:
+    """Samples with an empty cache, or with the cache of the last call."""
 
     async def play() -> None:
-        await engine.update_weights([], 0)
+        if not cached:
+            await engine.update_weights([], 0)
         rows = enumerate(prompt for prompt in prompts for _ in range(group))
         await asyncio.gather(
             *(engine.generate(prompt, Sampling(max_tokens=new, seed=n)) for n, prompt in rows)
@@ -144,6 +152,46 @@ class VLLMChild:
         """Ends the process."""
         self._process.stdin.close()
         self._process.wait()
+
+
+def part_of(event: Any, words: int) -> str:
+    """Returns the part of a decode step that an operation belongs to."""
+    product = "linear" in event.key or event.key in ("aten::mm", "aten::addmm")
+    if any(words in shape for shape in event.input_shapes if shape):
+        return "head" if product else "sampling"
+    if product:
+        return "products"
+    attention = ("bmm", "softmax", "index", "copy", "cat", "attention")
+    return "attention" if any(name in event.key for name in attention) else "rest"
+
+
+def profile_steps(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> None:
+    """Prints the milliseconds of a decode step and of its parts, for each number of sequences."""
+    prompts = make_prompts(tokenizer, max(arguments.profile), arguments.length)
+    lengths = arguments.new, arguments.new // 2
+    for rows in arguments.profile:
+        context = arguments.length + arguments.new
+        engine = TransformersEngine(model, max_slots=rows, max_context=context)
+
+        def seconds(new: int, engine=engine, rows=rows) -> float:
+            started = clock(arguments.threads)
+            sample_ours(engine, prompts[:rows], 1, new, cached=True)
+            return clock(arguments.threads) - started
+
+        seconds(1)
+        columns = alternate(arguments.rounds, *(lambda new=new: seconds(new) for new in lengths))
+        steps = (lengths[0] - lengths[1]) / 1000
+        total = median(long - short for long, short in zip(*columns, strict=True)) / steps
+        parts: Counter[str] = Counter()
+        for new, sign in zip(lengths, (1, -1), strict=True):
+            with torch.profiler.profile(record_shapes=True) as profiler:
+                seconds(new)
+            for event in profiler.key_averages(group_by_input_shape=True):
+                part = part_of(event, model.config.vocab_size)
+                parts[part] += sign * event.self_cpu_time_total / 1e6 / steps
+        parts["rest"] += total - parts.total()
+        figures = ", ".join(f"{name} {milliseconds:.2f}" for name, milliseconds in parts.items())
+        print(f"{rows} sequences: {total:.2f} ms: {figures}", flush=True)
 
 
 class SlowTool(TextEnv):
@@ -221,6 +269,7 @@ def main() -> None:
     parser.add_argument("--vllm", default="")
     parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
     parser.add_argument("--loops", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--profile", nargs="+", type=int, default=[])
     parser.add_argument("--delays", nargs="+", type=float, default=[])
     sizes = {"threads": 1, "prompts": 8, "group": 8, "length": 178, "new": 48, "rounds": 3}
     for name, size in sizes.items():
@@ -229,8 +278,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     model, tokenizer = load(arguments.model, arguments.dtype)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    if arguments.delays:
-        compare_delays(model, tokenizer, arguments)
+    if arguments.delays or arguments.profile:
+        (compare_delays if arguments.delays else profile_steps)(model, tokenizer, arguments)
         return
     plain = copy.deepcopy(model.eval())
     plain.set_attn_implementation("sdpa")
