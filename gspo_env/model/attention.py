@@ -21,10 +21,13 @@ from transformers import AttentionInterface
 from gspo_env.batch.packing import upload
 from gspo_env.errors import ModelError
 from gspo_env.model import flash as varlen
+from gspo_env.registry import load_function
 
 RAGGED = "gspo_ragged"
 MOST_SCORES = 1 << 22
 """Scores that a CPU holds at once."""
+LONG = 128
+"""Queries of a row that a CPU computes block by block."""
 KEYS = 16
 """A product with a multiple of so many keys sums none of them apart."""
 WASTE = 1.25
@@ -128,16 +131,16 @@ def attend_by_products(
     """
     rows, heads, queries, size = q.shape
     shared, length = k.shape[1:3]
+    if queries >= LONG and is_half(v):
+        attend = load_function("gspo_env.model.products:attend_by_blocks", "attention")
+        return attend(q, k, v, scale, mask, normaliser)  # type: ignore[no-any-return]
     if rows * heads * queries * length > MOST_SCORES and rows * queries > 1:
         dim = 0 if rows > 1 else 2
         parts = [(t.chunk(2, dim) if dim == 0 else (t, t)) for t in (k, v)]
         halves = zip(q.chunk(2, dim), *parts, mask.chunk(2, dim), strict=True)
-        results = []
-        for each, keys, values, visible in halves:
-            last = int((visible.amax((0, 1, 2)) > -torch.inf).nonzero()[-1]) + 1
-            near = slice(padded_length(last))  # later keys are masked for all of these queries
-            part = keys[:, :, near], values[:, :, near], scale, visible[..., near]
-            results.append(attend_by_products(each, *part, normaliser))
+        results = [
+            attend_by_products(*part, scale, visible, normaliser) for *part, visible in halves
+        ]
         outs, norms = zip(*results, strict=True)
         return torch.cat(outs, dim), torch.cat(norms, dim) if normaliser else None
     if is_half(v) and k.stride(-2) != 1:  # the other order has another order of sums
@@ -146,9 +149,21 @@ def attend_by_products(
     scores = torch.bmm(flat, k.transpose(2, 3).flatten(0, 1))
     scores.view(rows, heads, queries, length).add_(mask)
     weights = scores.softmax(-1)
-    out = torch.bmm(weights.to(v.dtype), v.flatten(0, 1)).view(q.shape)
+    out = weighted_sum(weights, v.flatten(0, 1)).view(q.shape)
     norm = (scores.amax(-1) - weights.amax(-1).log()).view(q.shape[:3]) if normaliser else None
     return out, norm
+
+
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """Returns the sums of values, (N, Q, L) times (N, L, D), in the dtype of the values.
+
+    In half precision more than 1,024 values are added in parts: how oneDNN divides a longer sum
+    depends on its length, and sampling and training see different ones.
+    """
+    size = 1024 if is_half(values) else max(1, weights.shape[-1])
+    pairs = zip(weights.to(values.dtype).split(size, -1), values.split(size, -2), strict=True)
+    parts = [torch.matmul(*pair) for pair in pairs]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def padded_length(length: int) -> int:

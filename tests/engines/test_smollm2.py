@@ -22,20 +22,27 @@ QUESTIONS = (
 )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_engine_and_trainer_round_alike_in_bfloat16(temperature):
+@pytest.mark.parametrize("length", [0, 300, 1500])
+def test_engine_and_trainer_round_alike_in_bfloat16(length):
     model, tokenizer = load_model("smollm2", "bfloat16")
-    engine = start_embedded(model.eval(), max_slots=16, max_context=256)
+    engine = start_embedded(model.eval(), max_slots=16, max_context=length + 256)
+    text, temperature, tokens = "Answer the question. ", float(length < 1500), 48 - length // 50
+    before = tokenizer.decode((tokenizer(text).input_ids * length)[:length])
     prompts = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+            [{"role": "user", "content": before + question}],
+            add_generation_prompt=True,
+            return_dict=False,
         )
         for question in QUESTIONS
-        for _ in range(2)
+        for _ in range(2 - length // 1000)
     ]
 
     async def sample():
-        settings = [Sampling(max_tokens=48, temperature=temperature, seed=n) for n in range(8)]
+        settings = [
+            Sampling(max_tokens=tokens, temperature=temperature, seed=n)
+            for n in range(len(prompts))
+        ]
         requests = zip(prompts, settings, strict=True)
         return await asyncio.gather(*(engine.generate(*request) for request in requests))
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from gspo_env.model.attention import attend_by_products, is_half
 from gspo_env.model.load import add_adapter
-from gspo_env.model.products import matmul, use_wide_products
+from gspo_env.model.products import attend_by_blocks, matmul, use_wide_products
 
 SIZE = 96
 
@@ -96,3 +97,62 @@ def test_products_of_transposed_matrices(transposed: tuple[bool, bool]) -> None:
     a, b = torch.randn(40, 50), torch.randn(50, 60)
     a, b = (x.t().contiguous().t() if t else x for x, t in zip((a, b), transposed, strict=True))
     torch.testing.assert_close(matmul(a, b).double(), a.double() @ b.double(), rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 600)), min_size=1, max_size=3),
+    heads=st.sampled_from([(2, 1), (6, 2), (3, 3)]),
+    size=st.sampled_from([16, 64, 256]),
+    window=st.sampled_from([None, 50]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_attention_by_blocks_is_that_of_each_query_alone(
+    rows: list[tuple[int, int]],
+    heads: tuple[int, int],
+    size: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    queries = max(count for _, count in rows)
+    length = -(-max(start + queries for start, _ in rows) // 16) * 16
+    q, k, v = (
+        torch.randn(len(rows), *shape, size).to(dtype)
+        for shape in ((heads[0], queries), (heads[1], length), (heads[1], length))
+    )
+    place = torch.tensor([start for start, _ in rows])[:, None] + torch.arange(queries)
+    distance = place[:, None, :, None] - torch.arange(length)
+    visible = (distance >= 0) & (distance < (window or length))
+    mask = torch.where(visible, 0.0, -torch.inf)
+    sizes = [(row, count) for row, (_, count) in enumerate(rows)]
+    out, norm = attend_by_blocks(q, k.float(), v, 0.2, mask, normaliser=True, sizes=sizes)
+    repeated = (t.double().repeat_interleave(heads[0] // heads[1], 1) for t in (k, v))
+    k64, v64 = repeated
+    scores = 0.2 * q.double() @ k64.transpose(2, 3) + mask
+    expected, tolerance = scores.softmax(-1) @ v64, 2e-2 if is_half(v) else 1e-4
+    for row, count in sizes:
+        ours, exact = out[row, :, :count].double(), expected[row, :, :count]
+        torch.testing.assert_close(ours, exact, rtol=tolerance, atol=tolerance)
+        exact = scores[row, :, :count].logsumexp(-1)
+        torch.testing.assert_close(norm[row, :, :count].double(), exact, rtol=1e-4, atol=1e-4)
+        assert (out[row, :, count:] == 0).all()
+
+
+@pytest.mark.skipif(
+    not torch.backends.cpu.get_cpu_capability().startswith("AVX512"), reason="needs AVX-512"
+)
+@pytest.mark.parametrize("length", [480, 1040, 2064])
+def test_a_query_of_a_bfloat16_model_has_one_output_however_many_are_computed(length: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, length, 64).bfloat16() for heads in (8, 2, 2))
+    keys = k.float().transpose(2, 3).contiguous().transpose(2, 3)
+    visible = torch.arange(length) <= torch.arange(length)[:, None]
+    mask = torch.where(visible, 0.0, -torch.inf)[None, None]
+    whole, _ = attend_by_products(q, keys, v, 0.125, mask)
+    for place in range(length // 2, length - 16, 48):
+        near = slice(place // 16 * 16 + 16)
+        query = slice(place, place + 1)
+        part = q[:, :, query], keys[:, :, near], v[:, :, near], 0.125, mask[:, :, query, near]
+        alone, _ = attend_by_products(*part)
+        assert torch.equal(alone, whole[:, :, query])

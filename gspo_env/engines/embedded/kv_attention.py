@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gspo_env.engines.embedded.prefix_attention import MAX_SPAN_RATIO, PrefixRows
 from gspo_env.model.attention import (
+    LONG,
     MOST_SCORES,
     attend_by_products,
     is_half,
@@ -22,9 +23,6 @@ from gspo_env.model.attention import (
 )
 from gspo_env.registry import load_function
 from gspo_env.types import IntArray
-
-_LONG = 256
-"""Tokens of a row that attend block by block."""
 
 
 class Queries:
@@ -110,10 +108,10 @@ class _Rows:
         self.tokens = (first_B[:, None] + column)[inside]
         """The rows' tokens."""
         self.places_in_output = (rows[:, None] * self._width + column)[inside]
-        self._sizes = rows, start_B, size_B
         index, places = np.zeros((2, count, self._width), dtype=np.int64)
         index[rows] = first_B[:, None] + np.where(inside, column, 0)
         places[rows] = start_B[:, None] + column
+        self._sizes = list(zip(rows.tolist(), size_B.tolist(), strict=True))
         self.arrays = [index.reshape(-1), places, slot_B]
 
     def place(self, index: Tensor, places: Tensor, slots: Tensor) -> None:
@@ -130,9 +128,10 @@ class _Rows:
         length = padded_length(self._length) if is_half(values) else self._length
         k, v = (self._of_rows(tensor, length) for tensor in (keys, values))
         mask = self._mask(window, length)
-        if k.device.type == "cpu" and self._width >= _LONG and q.dtype is torch.float32:
+        long = k.device.type == "cpu" and self._width >= LONG
+        if long and q.dtype is not torch.float64:
             attend = load_function("gspo_env.model.products:attend_by_blocks", "attention")
-            out: Tensor = attend(q, k, v, scale, mask, *self._sizes)
+            out: Tensor = attend(q, k, v, scale, mask, sizes=self._sizes)[0]
         else:
             out = attend_rows(q, k, v, scale, mask)
         return out.transpose(1, 2).reshape(-1, *query.shape[1:])

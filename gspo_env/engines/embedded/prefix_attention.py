@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.model.attention import KEYS, padded_length
+from gspo_env.model.attention import KEYS, padded_length, weighted_sum
 from gspo_env.types import IntArray
 
 MAX_SPAN_RATIO = 2
@@ -113,7 +113,7 @@ class PrefixRows:
             parts.append(torch.cat([prefix, suffix[rows]], 3))
         scores = torch.cat(parts).add_(self._mask(window))
         weights = scores.softmax(-1).to(values.dtype).index_select(0, self._of_span)
-        out = torch.bmm(weights.flatten(0, 1), self._of_rows(values, 0))
+        out = weighted_sum(weights.flatten(0, 1), self._of_rows(values, 0))
         return out.view(-1, *query.shape[1:]).index_select(0, self._rows)
 
     def _of_rows(self, tensor: Tensor, start: int) -> Tensor:
