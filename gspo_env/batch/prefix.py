@@ -69,13 +69,14 @@ def sort_by_prefix(sequences: Sequence[IntArray]) -> Order:
     ids = sorted(range(len(sequences)), key=keys.__getitem__)
     shared = np.zeros(len(ids), dtype=np.int64)
     for n in range(1, len(ids)):
-        shared[n] = _common_prefix(sequences[ids[n - 1]], sequences[ids[n]])
+        shared[n] = common_prefix(sequences[ids[n - 1]], sequences[ids[n]])
     saved = np.maximum(shared - (LEAST - 1), 0)
     pays = bool(saved.sum() >= _WORTH * sum(map(len, sequences)))
     return Order(ids=tuple(ids), shared=shared, saved=saved, pays=pays)
 
 
-def _common_prefix(a: IntArray, b: IntArray) -> int:
+def common_prefix(a: IntArray, b: IntArray) -> int:
+    """Returns how many tokens two sequences begin with alike."""
     size = min(len(a), len(b))
     differs = a[:size] != b[:size]
     return int(differs.argmax()) if differs.any() else size

@@ -134,15 +134,11 @@ def attend_by_products(
     if queries >= LONG and is_half(v):
         attend = load_function("gspo_env.model.products:attend_by_blocks", "attention")
         return attend(q, k, v, scale, mask, normaliser)  # type: ignore[no-any-return]
-    if rows * heads * queries * length > MOST_SCORES and rows * queries > 1:
-        dim = 0 if rows > 1 else 2
-        parts = [(t.chunk(2, dim) if dim == 0 else (t, t)) for t in (k, v)]
-        halves = zip(q.chunk(2, dim), *parts, mask.chunk(2, dim), strict=True)
-        results = [
-            attend_by_products(*part, scale, visible, normaliser) for *part, visible in halves
-        ]
-        outs, norms = zip(*results, strict=True)
-        return torch.cat(outs, dim), torch.cat(norms, dim) if normaliser else None
+    if rows > 1 and rows * heads * queries * length > MOST_SCORES:
+        halves = zip(*(t.chunk(2) for t in (q, k, v, mask)), strict=True)
+        parts = [attend_by_products(q, k, v, scale, m, normaliser) for q, k, v, m in halves]
+        outs, norms = zip(*parts, strict=True)
+        return torch.cat(outs), torch.cat(norms) if normaliser else None
     if is_half(v) and k.stride(-2) != 1:  # the other order has another order of sums
         k = k.transpose(2, 3).contiguous().transpose(2, 3)
     flat = q.to(k.dtype).mul_(scale).reshape(rows * shared, -1, size)
@@ -161,8 +157,8 @@ def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     depends on its length, and sampling and training see different ones.
     """
     size = 1024 if is_half(values) else max(1, weights.shape[-1])
-    pairs = zip(weights.to(values.dtype).split(size, -1), values.split(size, -2), strict=True)
-    parts = [torch.matmul(*pair) for pair in pairs]
+    columns = (torch.split(weights.to(values.dtype), size, -1), torch.split(values, size, -2))
+    parts = [torch.matmul(*pair) for pair in zip(*columns, strict=True)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 

@@ -101,13 +101,10 @@ class Judge(ChatClient, GroupReward):
         if not re.fullmatch(r"\w+", self.name):
             raise ConfigError(f"name is {self.name!r}; expected letters, digits and underscores")
         rubric = self.criteria
-        weights = list(rubric.values()) if isinstance(rubric, Mapping) else ["none"]
-        is_number = [type(weight) in (int, float) and 0 < weight < math.inf for weight in weights]
-        if (
-            not rubric
-            or not all(is_number)
-            or not all(isinstance(t, str) and t.strip() for t in rubric)
-        ):
+        pairs = rubric.items() if isinstance(rubric, Mapping) else [(rubric, 0)]
+        texts = [isinstance(text, str) and text.strip() for text, _ in pairs]
+        weights = [type(n) in (int, float) and 0 < n < math.inf for _, n in pairs]
+        if not (texts and all(texts) and all(weights)):
             raise ConfigError(f"criteria is {rubric!r}; expected texts with finite weights above 0")
 
     async def __call__(self, group: Group) -> list[Rating]:

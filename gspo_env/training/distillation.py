@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from annotated_types import Ge, Interval
 
+from gspo_env.batch.prefix import common_prefix
 from gspo_env.credit.statistics import discounted
 from gspo_env.errors import ConfigError, ModelError, TrainingError
 from gspo_env.registry import check_values, find, load_function
@@ -188,28 +189,22 @@ class BoundDistillation:
             )
         system = f"{prompt.system}\n\n{text}" if prompt.system else text
         turns, observation = list(episode.turns), episode.turns[0].observation
-        old = [*turns[0].prompt_ids]
-        new = [*self.chat.start(observation, replace(prompt, system=system))]
-        start = _common(old, new)
-        end = _common(old[start:][::-1], new[start:][::-1])
+        old = np.array(turns[0].prompt_ids)
+        new = np.array(self.chat.start(observation, replace(prompt, system=system)))
+        start = common_prefix(old, new)
+        end = common_prefix(old[start:][::-1], new[start:][::-1])
         stop = len(old) - end
         for k, ids in enumerate(turn.prompt_ids for turn in episode.turns):
             if episode.parents[k] is not None:
                 continue
-            if [*ids[:stop]] != old[:stop]:
+            if [*ids[:stop]] != old[:stop].tolist():
                 raise TrainingError(
                     "a sequence of an episode has another system prompt than the first; expected "
                     "the same, so that the teacher's hint can follow it"
                 )
-            hinted = (*ids[:start], *new[start : len(new) - end], *ids[stop:])
+            hinted = (*ids[:start], *new[start : len(new) - end].tolist(), *ids[stop:])
             turns[k] = replace(turns[k], prompt_ids=hinted)
         return replace(episode, turns=tuple(turns))
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns how many ids two sequences begin with alike."""
-    pairs = zip(one, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _scorer(
