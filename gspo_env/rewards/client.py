@@ -166,13 +166,15 @@ class ChatClient:
         try:
             answer = json.loads(response.content)
             choice = answer["choices"][0]
-            text = choice["message"]["content"].strip()
+            text = choice["message"]["content"].strip().encode(errors="replace").decode()
             if not text:
                 raise ValueError
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise _TryAgainError(f"{beginning} has no text of a chat completion", 0.0) from error
         if isinstance(counts := answer.get("usage"), dict):
-            usage.update({name: n for name, n in counts.items() if isinstance(n, int)})
+            usage.update(
+                {name: n for name, n in counts.items() if isinstance(n, int) and abs(n) < 2**63}
+            )
         return f"{text}…" if choice.get("finish_reason") == "length" else str(text)
 
     def _bind(self) -> None:

@@ -127,7 +127,19 @@ def test_a_refused_request_is_not_repeated_and_a_redirection_not_followed(server
     assert len(server.questions) == 1
 
 
-@pytest.mark.parametrize("counts", ["many", {"prompt_tokens": "1"}, {"completion_tokens": 1e999}])
+def test_a_lone_surrogate_in_an_answer_is_a_mark_in_the_cache(server, tmp_path):
+    choice = {"message": {"content": "Good \ud800 \udfff.\n7"}, "finish_reason": "stop"}
+    server.before = lambda *_: json.dumps({"choices": [choice]}).encode()
+    for _ in range(2):
+        reward = judge(server, cache=str(tmp_path / "judge.sqlite"))
+        assert score(reward, group(["quality 4"])).episodes[0].outcome == 0.7
+    assert len(server.questions) == 1
+
+
+@pytest.mark.parametrize(
+    "counts",
+    ["many", {"prompt_tokens": "1"}, {"completion_tokens": 1e999}, {"prompt_tokens": 10**400}],
+)
 def test_an_answer_with_odd_counts_counts(server, counts):
     choice = {"message": {"content": "7"}, "finish_reason": "stop"}
     server.before = lambda *_: json.dumps({"choices": [choice], "usage": counts}).encode()
