@@ -103,7 +103,10 @@ class ChatTemplate:
         """
         conversation = messages, schemas, generation
         # the episodes of a group begin with the same prompt
-        return self._rendered(repr(conversation), conversation=conversation)
+        rendering = self._rendered(repr(conversation), conversation=conversation)
+        if any(m.get("tool_calls") and m["content"].strip() not in rendering for m in messages):
+            self._warn("drops what an answer says beside its tool calls")
+        return rendering
 
     def _render_fitted(self, key: str, conversation: tuple[Chat, Schemas, bool]) -> str:
         """Renders a conversation; `key` identifies it in the cache."""

@@ -251,6 +251,17 @@ def test_several_calls_of_an_action_are_in_the_next_prompt_of_every_template(cha
     assert min(shown.count(key) for key in ("amber", "cedar")) > 1  # in the calls too
 
 
+def test_an_answer_that_a_template_drops_beside_a_call_is_said(chat, caplog):
+    said = "I look first."
+    calls = Message(role="assistant", content=f" {said}\n", tool_calls=(CALL,))
+    messages = [
+        message_for_template(message)
+        for message in (Message(role="user", content="find it"), calls)
+    ]
+    text = chat.template.render(messages, [LOOK.schema])
+    assert (said in text) != ("drops what an answer says beside its tool calls" in caplog.text)
+
+
 UNREAD = {
     "functionary": ">>>{{ c.function.name }}\n{{ c.function.arguments | tojson }}",
     "suffix": "<tool_call:a1>{{ c.function.name }}<tool_sep:a1>{{ c.function.arguments }}",
