@@ -209,6 +209,7 @@ FORMATS = {
         "",
         f'{{"tool_uses": [{{"recipient_name": "functions.look", "parameters": {_ARGUMENTS}}}]}}',
     ),
+    "LM Studio": (JSON, "", f"[TOOL_REQUEST]{_OBJECT}[END_TOOL_REQUEST]"),
     "Cherry Studio": (
         JSON,
         "",

@@ -52,7 +52,7 @@ MARKS = (
     *("]<]minimax[>[<tool_call>", "<start_function_call>call:", "<function_calls>", "<TOOLCALL>"),
     *("<tool_calls>", "<|START_ACTION|>", "<longcat_tool_call>", "<|action_start|><|plugin|>"),
     *("<|function_call|>", "<function_call>", "functools[", "<|tool_call:begin|>", "```tool_code"),
-    *("<tool_use>", "<use_mcp_tool>", "<invoke>"),
+    *("<tool_use>", "<use_mcp_tool>", "<invoke>", "[TOOL_REQUEST]"),
 )
 """Marks that begin a call, of all families whose tags have no namespace."""
 SPACE = r"(?:\w{1,16}:|[ |\uff5c\u2016]{0,5}DSML[ |\uff5c\u2016]{0,5})"

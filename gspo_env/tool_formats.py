@@ -86,16 +86,17 @@ _CDATA = "<![CDATA["
 ON_LINES = re.compile(r"\n.*\n|\r\n.*\r\n", re.DOTALL)
 _MOST_MARKS = 4
 """Closing marks that are tried as the end of calls in Python."""
+_PARALLEL = "multi_tool_use.parallel("
 _BARE = re.compile(r"^[ \t]*(?=[{\[])", re.MULTILINE)
 _FENCE = re.compile(r"```\w*[ \t]*\n(?=\s*[{\[][^`]*```\Z)")
 """The start of a block of code with JSON or Python that ends a text."""
 _LONGEST_TAG, _MOST_BLOCKS = 64, 32
 _LAST_TAG = re.compile(r"</([\w:-]+)>\Z")
-_CLOSING = re.compile(r"(?<=[}\]])(?:\s{0,9}</[\w:-]{1,64}>){1,4}\Z")
+_CLOSING = re.compile(r"(?<=[}\]])(?:\s{0,9}(?:</[\w:-]{1,64}>|<<<\w{1,64}>>>)){1,4}\Z")
 """Closing tags without an opening one behind a call."""
 _BROKEN = re.compile(
     r'(?:\{\s*"tool_(?:call|use)s"\s*:\s*)?\[?\s*\{\s*(?:"(?:type|id|tool_call_id)"\s*:\s*"\w*"\s*,\s*)?'
-    r'"(?:tool_|recipient_)?name"\s*:\s*"(?:functions\.)?([^"]*)"'
+    r"""["']?(?:tool_|recipient_)?name["']?\s*:\s*["'](?:functions\.)?([^"']*)["']"""
     r"|\[\s*([\w.-]+)\("
 )
 """The start of a call in JSON or Python, with its name."""
@@ -311,7 +312,7 @@ def _described(close: str, text: str, start: int, schemas: Schemas) -> Reading:
         reading = fault or to_calls({"name": name[2], "arguments": value} if name else value)
     else:
         pairs: list[tuple[str, str]] = []
-        while child := _CHILD.match(text, position):
+        while box and (child := _CHILD.match(text, position)):
             last = value_end(text, child.end(), child[0], f"</{child[1]}>", ("<",))
             if last < 0:
                 break
@@ -553,6 +554,9 @@ def read_bare(
         limit: Where the calls begin at the latest; 0 if nothing may precede them.
     """
     body = without_end(text, ENDS).rstrip()
+    place = body.rfind(f"{_PARALLEL}{{") if body.endswith("})") else -1
+    if place >= 0:
+        body = body[:place].removesuffix("functions.") + body[place + len(_PARALLEL) : -1]
     calls, start = _read_json(body, schemas, limit)
     if calls or not any(f"{name}(" in body or f"<{name}" in body for name in schemas):
         return calls, start
@@ -800,6 +804,7 @@ READERS: Mapping[str, Callable[[str, int, Schemas], Reading]] = {
     "```tool_code": partial(_python_lines, "```"),
     "<tool_calls>": partial(_json, "</tool_calls>"),
     "<TOOLCALL>": partial(_json, "</TOOLCALL>"),
+    "[TOOL_REQUEST]": partial(_json, "[END_TOOL_REQUEST]"),
     "<|START_ACTION|>": partial(_json, "<|END_ACTION|>"),
     "<longcat_tool_call>": partial(_json, "</longcat_tool_call>"),
     "<|action_start|><|plugin|>": partial(_json, "<|action_end|>"),

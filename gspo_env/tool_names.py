@@ -41,6 +41,8 @@ _HTML = frozenset(
 )
 """Tools with the names of HTML's elements; a tag is a call of one only if it has an argument."""
 _PLAIN_ELEMENT = re.compile(r"[^<]*|\s*(?:<([\w.-]+)>[^<]*</\1>\s*)+")
+_WRAPPER = r"(?:tool_?calls?|tool_?uses?|function_?calls?|tools?)"
+"""Tags that models write around elements."""
 _FORM = "the tool calls must be lines NAME(KEY=VALUE, ...) with literal values."
 _ELEMENT_FORM = "the tool call must be <{0}><KEY>VALUE</KEY></{0}>."
 
@@ -79,6 +81,7 @@ def _blocks(text: str, schemas: Schemas) -> tuple[Calls, int]:
         mark = "</code>" if opening["tag"] else "```"
         end = text.find(mark, opening.end())
         code = text[opening.end() : end if end >= 0 else len(text)]
+        code = code if end >= 0 else code.rstrip().removesuffix("</code>")
         after = _AFTER_BLOCK.match(text, end + len(mark)) if end >= 0 else None
         before = text[position : opening.start()].rstrip(" \t")
         is_html = is_html or "</" in before
@@ -89,12 +92,16 @@ def _blocks(text: str, schemas: Schemas) -> tuple[Calls, int]:
         language = opening["language"] if opening["language"] is not None else "html"
         blocks.append(_Block(opening.start(), position, code, language, is_agent))
     calls: Calls = []
-    start = end = len(text)
+    start = len(text)
     for block in blocks[: -_MOST - 1 : -1]:
-        reading = _block(block, schemas) if block.end == start else []
-        if not reading:
+        follows = block.end == start
+        reading = _block(block, schemas) if follows or (calls and block.is_agent) else []
+        if follows and reading:
+            calls, start = reading + calls, block.start
+        elif reading:
+            calls.insert(0, ToolCallError(message="a block of code before the last is not run."))
+        elif follows:
             break
-        calls, start = reading + calls, block.start
     return calls, start
 
 
@@ -125,7 +132,9 @@ def _statements(code: str, schemas: Schemas, is_agent: bool = False) -> Calls:
         return [n if n.name in schemas else c for n, c in zip(named, calls, strict=True)]
     starts = re.match(call, code.lstrip())
     if not is_agent and lines is not None:
+        names = {ast.unparse(each) for v in values if isinstance(v, ast.Call) for each in v.args}
         is_call = starts and all(isinstance(value, ast.Call) for value in values)
+        is_call = is_call and not names & set(properties_of(schemas[first[1]]))  # a signature
     else:
         is_call = is_agent or (starts and _is_one_call(code.strip(), starts.end()))
     return [ToolCallError(message=_FORM)] if is_call else []
@@ -153,7 +162,7 @@ def _is_one_call(code: str, start: int) -> bool:
         start: The position behind its first bracket.
     """
     inside = TEXT.sub("''", code[start:])
-    if not re.match(r"\s*(?:\w*\s*(?:=|\Z)|[\"'\[{]|-?\d)", inside):
+    if not re.match(r"\s*(?:\w*\s*(?:[=:]|\Z)|[\"'\[{]|-?\d)", inside):
         return False
     depth = 1
     for bracket in re.finditer(r"[()]", inside):
@@ -199,7 +208,10 @@ def _is_code(text: str) -> bool:
 def _elements(text: str, schemas: Schemas) -> tuple[Calls, int]:
     """Returns the calls in the elements that end a text, each named as its tool."""
     names = "|".join(map(re.escape, schemas))
-    opening = re.compile(rf"(^[ \t]*)?<({names})(\s[^<>]*?)?(/?)>", re.MULTILINE)
+    opening = re.compile(
+        rf"(^[ \t]*(?:<{_WRAPPER}>\s*)?)?<({names})(\s[^<>]*?)?(/?)>", re.MULTILINE
+    )
+    text = re.sub(rf"(?:\s*</{_WRAPPER}>)+\Z", "", text)
     calls: Calls = []
     start = end = position = others = 0
     first_close = text.find("</")
@@ -242,6 +254,8 @@ def _element(
             return typed_call(name, [], schemas), tag.end()
         end = text.find(close, tag.end())
         return _ELEMENT_FORM.format(name), tag.end() if tag[4] else max(end + len(close), tag.end())
+    if re.match(r"\s*<parameter[= ]", text[tag.end() : tag.end() + 64]):
+        return (_ELEMENT_FORM.format(name) if is_apart else None), len(text)
     following = (*(f"<{key}>" for key in keys), close)
     pairs: list[tuple[str, str]] = []
     position = skip_space(text, tag.end())

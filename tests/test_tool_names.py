@@ -88,6 +88,8 @@ TEXTS = [
     '{"tool_uses": 3}',
     '{"tool_uses": []}',
     f"{USES % USE} is how.",
+    "The signature is:\n\nlook(word, times=1)",
+    "<html><body><look><word>a</word></look></body></html>",
     "Ask Ada: look(word=...) is what she likes",
 ]
 
@@ -108,6 +110,8 @@ CALLS = [
         '{"tool_calls": [{"name": "climb", "arguments": {}}]}',
         [ToolCall(name="climb", arguments={})],
     ),
+    (f"multi_tool_use.parallel({USES % USE})", [LOOK]),
+    ('[TOOL_REQUEST]{"name": "look", "arguments": {"word": "a"}}[END_TOOL_REQUEST]', [LOOK]),
     ("look(word='a')", [LOOK]),
     ("look(word='a');", [LOOK]),
     ('look(word = "a", times = 2)', [TWICE]),
@@ -131,6 +135,8 @@ CALLS = [
     ("<look>\n<word>a</word>\n<times>2</times>\n</look>", [TWICE]),
     ("<look>\n<word>\na\n</word>\n</look>", [LOOK]),
     ("<look><word>a</word></look>\n<leave></leave>", [LOOK, LEAVE]),
+    ("<tools><look><word>a</word></look></tools>", [LOOK]),
+    ("```python\nlook(word='a')\n</code>", [LOOK]),
     ("<leave/>", [LEAVE]),
     ("<leave />", [LEAVE]),
     ("```xml\n<look>\n<word>a</word>\n</look>\n```", [LOOK]),
@@ -196,6 +202,10 @@ FAULTS = [
     "Code:\n```py\nx = look('a')\n```<end_code>",
     "Code:\n```py\nx = look(word='a",
     "<search>what</search>",
+    *("look(word: 'a')", "{'name': 'look', 'arguments': {'word': 'a'}}", '{name: "look"}'),
+    '<toolcall><look>{"word": "a"}</look></toolcall>',
+    "<look>\n<parameter=word>\na\n</parameter>\n</function>",
+    '<tool_use><name>look</name><args>{"word": "a"}</args></tool_use>',
     *("<look>amber</look>", "<look><what>a</what></look>", "<look word='a'></look>"),
     *("<look word='a'/>", "<look><word>a", "<look><wo", "<look>\n<word>a</word>"),
     "<look><word>a</look>",
@@ -272,3 +282,10 @@ def test_a_text_without_such_a_call_does_not_load_its_reader():
     )
     folder = str(Path(__file__).parent)
     subprocess.run([sys.executable, "-c", code], check=True, cwd=folder, timeout=120)
+
+
+def test_a_block_of_code_before_the_last_is_counted_and_not_lost():
+    block = "Thought: so.\nCode:\n```py\n{}\n```\n<end_code>\n"
+    text = block.format("look(word='a')") + block.format("leave()")
+    error, call = parse_tool_calls(text, TOOLS)
+    assert (error.message, call) == ("a block of code before the last is not run.", LEAVE)
