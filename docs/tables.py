@@ -210,6 +210,7 @@ FORMATS = {
         f'{{"tool_uses": [{{"recipient_name": "functions.look", "parameters": {_ARGUMENTS}}}]}}',
     ),
     "LM Studio": (JSON, "", f"[TOOL_REQUEST]{_OBJECT}[END_TOOL_REQUEST]"),
+    "MiniMax M2, prompted": (JSON, "", f"[TOOL_CALL]{_OBJECT}[/TOOL_CALL]"),
     "Cherry Studio": (
         JSON,
         "",

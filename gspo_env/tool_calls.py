@@ -44,15 +44,14 @@ REASONING = {
 }
 """The marks around reasoning."""
 MARKS = (
-    *(HERMES, XML, "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "<|tool_call_start|>"),
-    *("<|python_start|>", "<|tool_call>call:", "<invoke name="),
-    *("<function name=", "<|tools_prefix|>", "to=functions.", "<|channel|>commentary to="),
-    *("<|tool_call_begin|>", "<\uff5ctool\u2581call\u2581begin\uff5c>", "<ifm|tool_call>"),
-    *('<|open|>call tool="', "<|plamo:begin_tool_name:plamo|>"),
-    *("]<]minimax[>[<tool_call>", "<start_function_call>call:", "<function_calls>", "<TOOLCALL>"),
-    *("<tool_calls>", "<|START_ACTION|>", "<longcat_tool_call>", "<|action_start|><|plugin|>"),
-    *("<|function_call|>", "<function_call>", "functools[", "<|tool_call:begin|>", "```tool_code"),
-    *("<tool_use>", "<use_mcp_tool>", "<invoke>", "[TOOL_REQUEST]"),
+    *("<\uff5ctool\u2581call\u2581begin\uff5c>", "<|plamo:begin_tool_name:plamo|>", "[TOOL_CALLS]"),
+    *("<start_function_call>call:", "<|action_start|><|plugin|>", "<|channel|>commentary to=", XML),
+    *("]<]minimax[>[<tool_call>", "<|tool_call_start|>", "<|tool_call_begin|>", "<|python_start|>"),
+    *('<|open|>call tool="', "<longcat_tool_call>", "<|tool_call:begin|>", "<|tool_call>call:"),
+    *("<|function_call|>", "<|tools_prefix|>", "<function_calls>", "<|START_ACTION|>", "<invoke>"),
+    *("<function name=", "<ifm|tool_call>", "<function_call>", "<|python_tag|>", "<use_mcp_tool>"),
+    *("[TOOL_REQUEST]", "<|tool_call|>", "<invoke name=", "to=functions.", "<tool_calls>", HERMES),
+    *("```tool_code", "[TOOL_CALL]", "<tool_use>", "<TOOLCALL>", "functools["),
 )
 """Marks that begin a call, of all families whose tags have no namespace."""
 SPACE = r"(?:\w{1,16}:|[ |\uff5c\u2016]{0,5}DSML[ |\uff5c\u2016]{0,5})"

@@ -31,7 +31,9 @@ from gspo_env.types import ToolCall
 
 _WRAPPERS = ({"tool_calls"}, {"tool_uses"}, {"function_call"})
 """The keys of JSON objects that hold calls."""
-_WRAPPED = re.compile(r'\{\s*"(?:tool_calls|tool_uses|function_call)"')
+_OF_MESSAGES = {"role", "content", "refusal"}
+"""Other keys of messages, which models write around their calls."""
+_WRAPPED = re.compile(r'\{[^{}\[\]]{0,999}"(?:tool_calls|tool_uses|function_call)"\s*:')
 _BEFORE = (
     "<\uff5ctool\u2581calls\u2581begin\uff5c>",
     "<|tool_calls_section_begin|>",
@@ -681,8 +683,8 @@ def _values(text: str, start: int) -> tuple[list[Any], int]:
         value, end, fault = decode(text, position)
         if fault:
             break
-        if isinstance(value, dict) and value.keys() in _WRAPPERS:
-            (value,) = value.values()
+        if isinstance(value, dict) and value.keys() - _OF_MESSAGES in _WRAPPERS:
+            (value,) = (value[key] for key in value.keys() - _OF_MESSAGES)
         values += map(_renamed, value if isinstance(value, list) else [value])
         position = skip_space(text, end)
         divided = text.startswith((";", ","), position)
@@ -805,6 +807,7 @@ READERS: Mapping[str, Callable[[str, int, Schemas], Reading]] = {
     "<tool_calls>": partial(_json, "</tool_calls>"),
     "<TOOLCALL>": partial(_json, "</TOOLCALL>"),
     "[TOOL_REQUEST]": partial(_json, "[END_TOOL_REQUEST]"),
+    "[TOOL_CALL]": partial(_json, "[/TOOL_CALL]"),
     "<|START_ACTION|>": partial(_json, "<|END_ACTION|>"),
     "<longcat_tool_call>": partial(_json, "</longcat_tool_call>"),
     "<|action_start|><|plugin|>": partial(_json, "<|action_end|>"),
