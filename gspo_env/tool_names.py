@@ -198,6 +198,7 @@ def _is_code(text: str) -> bool:
     return (
         text.count("```") % 2 == 1
         or line.endswith((",", "(", "[", "{", "\\"))
+        or line.startswith((")", "]", "}", "@", '"""'))
         or any(
             not isinstance(each, (ast.Expr, ast.AnnAssign)) or isinstance(each.value, ast.Call)
             for each in statements
@@ -248,6 +249,7 @@ def _element(
     keys = properties_of(schemas[name])
     if tag[4] or (tag[3] or "").strip():
         attributes = re.findall(r"([\w.-]+)\s*=", tag[3] or "")
+        is_apart = is_apart and name not in _HTML
         if not is_apart or not (set(attributes) & set(keys) or (tag[4] and not attributes)):
             return None, 0
         if not attributes:

@@ -1,5 +1,6 @@
 """Calls that nothing marks but the name of a tool: in Python, in blocks of code and in tags."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,8 @@ TEXTS = [
     "def look(word):\n    return word",
     "from shop import look\n\nlook(word='a')",
     "import shop\nshop.look(word='a')",
+    "x = {\n    1: 2,\n}\nlook(word='a')",
+    '"""\nLooks.\n"""\nlook(word="a")',
     "class Shop:\n    look(word='a')",
     "```\nThe code:\nlook(word='a')",
     "x = look(word='a')",
@@ -291,3 +294,14 @@ def test_a_block_of_code_before_the_last_is_counted_and_not_lost():
     text = block.format("look(word='a')") + block.format("leave()")
     error, call = parse_tool_calls(text, TOOLS)
     assert (error.message, call) == ("a block of code before the last is not run.", LEAVE)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['<a class="x" href="#">this</a>', "<a>this</a>", "<a/>", "<a></a>", "<p>x</p>\n<a>y</a>"],
+)
+def test_html_is_text_if_a_tool_has_the_name_of_an_element(text):
+    tools = [dataclasses.replace(TOOLS[0], name="a", parameters={"properties": {"href": {}}})]
+    assert parse_message(text, tools) == (Message(role="assistant", content=text), 0)
+    call = ToolCall(name="a", arguments={"href": "x"})
+    assert parse_tool_calls("<a><href>x</href></a>", tools) == [call]
