@@ -309,7 +309,8 @@ def _describe(comparison: Comparison) -> dict[str, Any]:
 
 def _claim(comparison: Comparison, output: Path) -> None:
     """Makes the folder, or checks that it belongs to this comparison."""
-    tomls = {name: to_toml(config) for name, config in comparison.problems.items()}
+    placeless = {n: dataclasses.replace(c, output="") for n, c in comparison.problems.items()}
+    tomls = {name: to_toml(config) for name, config in placeless.items()}
     arms = [[arm.name, redact(dict(arm.changes))] for arm in comparison.arms]
     plan = redact_text(json.dumps({"problems": tomls, "arms": arms}, indent=1))
     note = output / "comparison.json"

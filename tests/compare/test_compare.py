@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -660,3 +662,15 @@ def test_a_comparison_whose_runs_all_fail_is_an_error_without_tracebacks(in_fold
     assert "all 2 runs failed; the first: ModelError: there is no folder './nowhere'" in err
     assert "All runs failed." in out
     assert "Traceback" not in err
+
+
+def test_a_comparison_goes_on_in_a_folder_that_was_moved_or_is_named_in_another_way(tmp_path):
+    def stop(line):
+        raise KeyboardInterrupt
+
+    for place in ("first", str(tmp_path / "first"), "moved"):
+        problems = {"one": small(output=place)}
+        with pytest.raises(KeyboardInterrupt):  # not OutputError: it is the same comparison
+            compare(two(problems=problems), tmp_path / Path(place).name, NoTracker(), stop)
+        if place != "moved":
+            shutil.copytree(tmp_path / "first", tmp_path / "moved", dirs_exist_ok=True)
