@@ -28,6 +28,7 @@ from gspo_agents.setup import decide_mode, open_collector, start_engine
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config, learner_arguments, override
 from gspo_env.engines import Engine, Sampling, Transformers
+from gspo_env.engines.embedded.direct import packs
 from gspo_env.errors import TrainingError
 from gspo_env.health.findings import Finding
 from gspo_env.learner.learner import Learner
@@ -136,6 +137,8 @@ class Sizes:
     cached_token: int
     """Of the keys and values of one token."""
     on_cpu: bool = False
+    packed: bool = False
+    """Whether the engine has its own copy of the weights."""
     pass_fixed: float = 0.0
     """Of a pass of any size, such as the logits of a part of its tokens."""
     pass_token: float = 0.0
@@ -164,7 +167,7 @@ def memory(sizes: Sizes, config: Config, work: Work) -> dict[str, float]:
     whole = sizes.parameters * weight
     reference = config.loss.needs_reference and not settings.lora_rank
     is_half = sizes.on_cpu and weight == 2  # the engine has another copy, and keys in float32
-    copies = reference + 2 * bool(config.supply.max_staleness) + is_half
+    copies = reference + 2 * bool(config.supply.max_staleness) + (is_half or sizes.packed)
     scale = weight / sizes.weight
     cached = sizes.cached_token * scale * (1.5 if is_half else 1.0)
     activations = sizes.pass_token * scale
@@ -421,6 +424,7 @@ def _sizes(model: Any) -> Sizes:
         hidden=shape.hidden_size * weight,
         cached_token=2 * shape.num_hidden_layers * heads * size * weight,
         on_cpu=not next(model.parameters()).is_cuda,
+        packed=packs(model),
     )
 
 
