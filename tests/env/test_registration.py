@@ -151,11 +151,11 @@ def test_an_environment_without_text_is_refused() -> None:
 
 
 def test_a_file_without_its_suffix_is_named(monkeypatch, tmp_path) -> None:
-    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "without_suffix.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as the command's
-    with pytest.raises(UnknownEnvironmentError, match=r"'mine'; expected mine\.py:Mine\.$"):
-        gspo_env.resolve_env("mine:Mine")
+    with pytest.raises(UnknownEnvironmentError, match=r"expected without_suffix\.py:Mine\.$"):
+        gspo_env.resolve_env("without_suffix:Mine")
 
 
 def test_environments_are_described() -> None:
