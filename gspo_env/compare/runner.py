@@ -169,6 +169,7 @@ def compare(
         OutputError: The folder cannot be written, or holds another comparison.
         ConfigError: An estimator or the metric does not exist, or a tracker's address does not
             answer.
+        ModelError: There is no such model.
         UnknownEnvironmentError: An environment does not exist.
         TrainingError: An arm could learn nothing.
     """
@@ -178,6 +179,7 @@ def compare(
     check_metric(comparison.metric)
     for name in comparison.problems:
         check_comparison([comparison.config(name, arm, 0) for arm in comparison.arms])
+    _check_models(comparison)
     check_trackers(tracker)
     _claim(comparison, output)
     runs = list(planned(comparison, output))
@@ -191,6 +193,17 @@ def compare(
         for path in report(results):
             record.artifact(path)
     return results
+
+
+def _check_models(comparison: Comparison) -> None:
+    """Looks for each arm's model, but opens no file of weights."""
+    configs = [comparison.config(n, arm, 0) for n in comparison.problems for arm in comparison.arms]
+    for name in sorted({config.model for config in configs if config.model}):
+        if not Path(name).is_file():
+            from gspo_env.model.load import PACKAGED, load_tokenizer
+
+            if name not in PACKAGED:
+                load_tokenizer(name)
 
 
 def _results(

@@ -1,4 +1,4 @@
-"""Tracking with MLflow: the only file that imports it, besides `mlflow_traces.py`.
+"""Tracking with MLflow: the only file that imports it, besides `mlflow_traces` and `mlflow_ids`.
 
 Every call is idempotent: a run is found again by its key, MLflow's database keeps a metric of the
 same name, step, time and value once, and the id of a trace is derived from the run's and its own
@@ -32,7 +32,7 @@ from annotated_types import Ge
 
 from gspo_env.errors import ConfigError, OutputError, TrackingError
 from gspo_env.redaction import redact_text
-from gspo_env.registry import check_values
+from gspo_env.registry import check_values, load_function
 from gspo_env.tracking.base import MODEL, SUMMARY, Input, Point, RunInfo, Status
 from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.mlflow_traces import TraceWriter
@@ -70,7 +70,7 @@ _DEFAULTS = {
 call take minutes; its telemetry reports to its makers."""
 _REFUSALS = {"BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_ALREADY_EXISTS"}
 """MLflow's errors that a repetition does not change."""
-_GONE = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
+GONE = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
 """MLflow's errors for a run that does not exist, or was deleted."""
 TIMEOUT = 5.0
 """Seconds that a server has to answer before training."""
@@ -122,7 +122,8 @@ class MLflow:
         """Tries the store.
 
         Raises:
-            ConfigError: It does not answer, cannot be written, or is of no kind that MLflow knows.
+            ConfigError: It does not answer, cannot be written, is of no kind that MLflow knows, or
+                lacks an id that the environment names.
         """
         if problem := _address_problem(self.address):
             name = "tracker.tracking_uri" if self.tracking_uri else "MLFLOW_TRACKING_URI"
@@ -131,6 +132,8 @@ class MLflow:
                 f"{address if self.address else 'runs are tracked in ./mlflow.db'}, {problem}; "
                 "name a store that works with --tracker.tracking-uri, or train with --tracker none"
             )
+        if os.environ.keys() & {"MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_ID"}:
+            load_function("gspo_env.tracking.mlflow_ids:check_ids", "id")(self)
 
     def start(self, run: RunInfo) -> MLflowTracker:
         """Returns the tracker; `MLflowTracker.open` starts the run, which takes seconds."""
@@ -276,6 +279,18 @@ class MLflowTracker:
         return self._run
 
 
+def open_client(settings: MLflow) -> MlflowClient:
+    """Opens the store."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    from mlflow.tracking import MlflowClient
+
+    # Creating the store logs each of its tables' migrations, a full disk a traceback for each call.
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    return MlflowClient(tracking_uri=settings.tracking_uri or None)
+
+
 def _open_run(settings: MLflow, info: RunInfo, *, search: bool) -> _Run:
     """Opens the store and resumes the run, or creates it.
 
@@ -284,14 +299,7 @@ def _open_run(settings: MLflow, info: RunInfo, *, search: bool) -> _Run:
         info: The run.
         search: Whether the run may exist although its id is not known.
     """
-    for name, value in _DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    from mlflow.tracking import MlflowClient
-
-    # Creating the store logs each of its tables' migrations, a full disk a traceback for each call.
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-    client = MlflowClient(tracking_uri=settings.tracking_uri or None)
+    client = open_client(settings)
     experiment_id = _experiment_id(client, settings.experiment)
     run_id = info.resume.get("mlflow", "")
     if search and not run_id:
@@ -354,7 +362,7 @@ def _resume(client: MlflowClient, run_id: str) -> bool:
     try:
         client.update_run(run_id, status="RUNNING")
     except MlflowException as error:
-        if error.error_code in _GONE:
+        if error.error_code in GONE:
             return False
         raise
     return True
@@ -395,10 +403,8 @@ def _experiment_id(client: MlflowClient, name: str) -> str:
     if not name and (experiment_id := os.environ.get("MLFLOW_EXPERIMENT_ID", "")):
         return experiment_id
     name = name or "gspo_env"
-    experiment = client.get_experiment_by_name(name)
-    return str(
-        experiment.experiment_id if experiment else client.create_experiment(name, tags=_KIND)
-    )
+    found = client.get_experiment_by_name(name)
+    return str(found.experiment_id if found else client.create_experiment(name, tags=_KIND))
 
 
 def _cut(text: str) -> str:

@@ -36,7 +36,7 @@ from gspo_env.compare.stats import (
     success_interval,
 )
 from gspo_env.config import from_dict, to_toml
-from gspo_env.errors import ConfigError, OutputError, UnknownEnvironmentError
+from gspo_env.errors import ConfigError, ModelError, OutputError, UnknownEnvironmentError
 from gspo_env.report.comparison import (
     METHODS,
     conclusion,
@@ -202,6 +202,15 @@ def test_an_unknown_environment_or_estimator_is_refused_before_anything_is_writt
     for wrong in ({"advantage": ["outcome", "nope"]}, {"lam": [0.5, 1.0]}):
         with pytest.raises(ConfigError, match=r"expected|no setting"):
             run(Comparison(problems={"one": small()}, arms=grid(wrong)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("missing", ["nowhere/model", "nowhere.gguf"])
+def test_a_missing_model_is_refused_before_anything_is_written(tmp_path, missing):
+    missing = str(tmp_path / missing)
+    arms = grid({"model": ["smollm2", missing]})
+    with pytest.raises(ModelError, match=re.escape(missing)):
+        run(Comparison(problems={"one": small()}, arms=arms), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

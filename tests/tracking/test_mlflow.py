@@ -176,6 +176,32 @@ def test_the_run_of_the_environment_is_continued_by_one_training_only(begin, tmp
         assert recorded(tmp_path / folder).info.run_name == folder
 
 
+@pytest.mark.parametrize("value", ["77", "abc", "deleted"])
+@pytest.mark.parametrize("variable", ["MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_ID"])
+def test_an_id_of_the_environment_that_the_store_lacks_is_refused_before_training(
+    folder, monkeypatch, variable, value
+):
+    client = MlflowClient()
+    if value == "deleted":
+        experiment = client.get_experiment_by_name("removed")
+        value = experiment.experiment_id if experiment else client.create_experiment("removed")
+        if not experiment:
+            client.delete_experiment(value)
+        if variable == "MLFLOW_RUN_ID":
+            value = client.create_run(client.create_experiment("kept")).info.run_id
+            client.delete_run(value)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=rf"{variable} is '{value}'; expected one of the store"):
+        MLflow().check()
+
+
+def test_a_named_experiment_makes_the_id_of_the_environment_irrelevant(folder, monkeypatch):
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "77")
+    MLflow(experiment="named").check()
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "named")
+    MLflow().check()
+
+
 def played():
     """An episode of two turns, the first of which calls a tool."""
     call = '<tool_call>\n{"name": "lookup", "arguments": {"key": "ant"}}\n</tool_call>'
