@@ -403,8 +403,8 @@ def _experiment_id(client: MlflowClient, name: str) -> str:
     if not name and (experiment_id := os.environ.get("MLFLOW_EXPERIMENT_ID", "")):
         return experiment_id
     name = name or "gspo_env"
-    found = client.get_experiment_by_name(name)
-    return str(found.experiment_id if found else client.create_experiment(name, tags=_KIND))
+    stored = client.get_experiment_by_name(name)
+    return str(stored.experiment_id if stored else client.create_experiment(name, tags=_KIND))
 
 
 def _cut(text: str) -> str:

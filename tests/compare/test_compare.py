@@ -653,10 +653,14 @@ def test_power_is_that_of_the_noncentral_t():
     assert smallest_difference(0.1, 34) == pytest.approx(0.05, rel=0.02)
 
 
-def test_a_comparison_whose_runs_all_fail_is_an_error_without_tracebacks(in_folder, capfd):
+def test_a_comparison_whose_runs_all_fail_is_an_error_without_tracebacks(
+    in_folder, capfd, tokenizer
+):
+    tokenizer.save_pretrained("words")
+    Path("words/config.json").write_text('{"model_type": "qwen3"}')
     arguments = [
         "--model",
-        "./nowhere",
+        "./words",
         "--arm",
         "gamma=0.5,1.0",
         "--seeds",
@@ -668,7 +672,7 @@ def test_a_comparison_whose_runs_all_fail_is_an_error_without_tracebacks(in_fold
         main(["compare", *arguments, "--workers", "1", "--output", "out"])
     out, err = capfd.readouterr()
     assert ended.value.code == 2
-    assert "all 2 runs failed; the first: ModelError: there is no folder './nowhere'" in err
+    assert "all 2 runs failed; the first: ModelError: cannot load the model './words'" in err
     assert "All runs failed." in out
     assert "Traceback" not in err
 
