@@ -277,14 +277,19 @@ def _special(line: str, now: PolicyInput) -> str:
 
 
 def _end(episode: Episode, most: int | None = None) -> None:
-    """Prints how the episode ended and what each turn earned; `most` is the limit on turns."""
+    """Prints how the episode ended and what each turn earned; exits with 1 if the environment failed.
+
+    Args:
+        episode: The episode.
+        most: The limit on turns.
+    """
     from gspo_env.rollout.play import ENDED
 
     if episode.turns:
         print(f"(reward {episode.turns[-1].reward:+.4g})")
     if episode.error:
         print(f"The environment failed: {visible(episode.error)}")
-        return
+        sys.exit(1)
     if episode.stop_reason in ENDED and episode.final_observation:  # else it has been shown
         print(visible(episode.final_observation))
     rewards = " ".join(f"{reward:+.4g}" for reward in episode.rewards)

@@ -71,7 +71,9 @@ def test_an_environment_that_fails_says_how_and_one_without_a_demonstrator_says_
     monkeypatch, capsys, tmp_path, in_folder
 ):
     write_env(tmp_path / "own.py", "raise OSError('no disk')")
-    output = played(monkeypatch, capsys, "/expert\nsomething\n", "own.py:Own")
+    with pytest.raises(SystemExit, match="1"):
+        played(monkeypatch, capsys, "/expert\nsomething\n", "own.py:Own")
+    output = capsys.readouterr().out
     assert "this environment has no demonstrator" in output
     assert "The environment failed: " in output
     assert "no disk" in output
