@@ -8,7 +8,7 @@ import difflib
 import functools
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
@@ -206,14 +206,14 @@ def check_estimator(config: Config) -> None:
         )
 
 
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """Reads the tree of a TOML file.
+def read_toml(path: str | Path, read: Callable[[Path], bytes] = Path.read_bytes) -> dict[str, Any]:
+    """Reads the tree of a TOML file; `read` gives its bytes.
 
     Raises:
         ConfigError: The file cannot be read or is not TOML.
     """
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        return tomllib.loads(read(Path(path)).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the config file {str(path)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import reduce
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
 from gspo_env.config import read_toml
 from gspo_env.errors import ConfigError
+from gspo_env.given_file import read_given
 from gspo_env.registry import BUILTIN
 
 T = TypeVar("T")
+_MOST_BYTES = 1 << 20
 
 Tree = dict[str, Any]
 Place = tuple[str, ...]
@@ -30,14 +32,15 @@ def read_config(file: str, parse: Callable[[Tree], T]) -> T:
     Raises:
         ConfigError: The file cannot be read, or has faults.
     """
-    tree = read_toml(file)
+    read = cache(partial(read_given, max_bytes=_MOST_BYTES))  # a pipe can be read once
+    tree = read_toml(file, read)
     try:
         return parse(deepcopy(tree))
     except ConfigError:
         faults = list(_find_faults(tree, parse))
         if not faults:  # such as one of a flag
             raise
-    lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+    lines = read(Path(file)).decode("utf-8-sig").splitlines()
     places = sorted((_line_of(lines, place), message) for place, message in faults)
     if len(places) == 1:
         raise ConfigError(f"{file}, line {places[0][0]}: {places[0][1]}")

@@ -277,7 +277,7 @@ def _special(line: str, now: PolicyInput) -> str:
 
 
 def _end(episode: Episode, most: int | None = None) -> None:
-    """Prints how the episode ended and what each turn earned; exits with 1 if the environment failed.
+    """Prints the end and what each turn earned; exits with 1 if the environment failed.
 
     Args:
         episode: The episode.

@@ -20,6 +20,7 @@ from gspo_env.chat.action import message_for_template
 from gspo_env.env.base import clean
 from gspo_env.env.tools import Tool, format_tool_call, tool_call_frames
 from gspo_env.errors import ConfigError
+from gspo_env.given_file import read_given
 from gspo_env.recipes.build import LITERAL, build_tokenizer
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.serving import RefusedError
@@ -28,6 +29,7 @@ from gspo_env.serving.fields import parse_json
 from gspo_env.types import Episode, Message, Prompt, ResetInfo, StepInfo, StopReason, Task, Turn
 
 _LARGEST_REWARD = 1e300
+_MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,11 +71,11 @@ def read_conversations(path: str, least: float | None = None) -> list[Conversati
         ConfigError: It cannot be read, a line is malformed, or there is no conversation.
     """
     try:
-        data = Path(os.path.expanduser(path)).read_bytes().removeprefix(codecs.BOM_UTF8)
+        data = read_given(Path(os.path.expanduser(path)), _MOST_BYTES)
     except OSError as error:
         raise ConfigError(f"cannot read the conversations {path!r}: {error.strerror}") from error
     conversations = []
-    for number, line in enumerate(data.splitlines(), 1):
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 from cli_errors import refused
@@ -286,3 +287,33 @@ def test_one_fault_is_one_sentence_with_its_line(command, text, words):
 
 def test_a_fault_of_a_flag_beside_a_sound_file_is_not_blamed_on_the_file():
     assert "run.toml" not in refusal("train", "steps = 3", "--learning-rate", "x")
+
+
+def _write_later(path, data):
+    """Starts a thread that writes to a pipe when somebody reads it."""
+    writer = threading.Thread(target=path.write_bytes, args=(data,))
+    writer.start()
+    return writer
+
+
+@pytest.mark.parametrize("flags", [("--config",), ("--recipe", "tiny", "--conversations")])
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_neither_an_endless_device_nor_a_pipe_without_a_writer_is_read(
+    capsys, tmp_path, flags, kind
+):
+    os.mkfifo(tmp_path / "pipe")
+    path = "/dev/zero" if kind == "device" else str(tmp_path / "pipe")
+    words = "has more than" if kind == "device" else "is a pipe to which nothing writes"
+    message = refused(capsys, "train", *flags, path)
+    assert f"{path!r}: {words}" in message
+
+
+def test_a_config_comes_from_a_pipe_and_its_faults_have_lines(capsys, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for data in (b"seed = 5\n", b"\nsead = 5\n"):
+        writer = _write_later(tmp_path / "pipe", data)
+        if data == b"seed = 5\n":
+            assert parse(["train", "--config", str(tmp_path / "pipe")]).resolved.seed == 5
+        else:
+            assert "pipe, line 2: " in refused(capsys, "train", "--config", str(tmp_path / "pipe"))
+        writer.join()
