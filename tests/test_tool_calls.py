@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shop import TOOLS, as_text, calls_in_tool_env, step
 from turns import episode
 
-from gspo_env import ToolEnv
 from gspo_env.cli.capture import to_lines
 from gspo_env.env.base import Action
-from gspo_env.env.tools import Tool, format_tool_call, tool
+from gspo_env.env.tools import Tool, format_tool_call
 from gspo_env.episodes.writer import tool_calls
 from gspo_env.serving import RefusedError, Request
 from gspo_env.serving.dialects.chat import Chat
@@ -90,45 +90,9 @@ JSON_FAMILIES = [hermes, llama, tagged_llama, mistral, newer_mistral]
 FAMILIES = [*JSON_FAMILIES, xml, wrapped_xml]
 
 
-def a_tool(name, **types):
-    properties = {key: {"type": kind} for key, kind in types.items()}
-    return Tool(
-        name=name,
-        description="",
-        parameters={"type": "object", "properties": properties},
-        function=print,
-        validator=None,
-    )
-
-
-class Shop(ToolEnv):
-    max_calls_per_turn = 99
-    max_turns = 99
-
-    @tool
-    def look(self, word: str, times: int = 1) -> str:
-        """Look a word up."""
-        return word * times
-
-    @tool
-    def leave(self) -> str:
-        """Leave the shop."""
-        return "bye"
-
-    def on_final(self, text):
-        return "final", 0.0, False
-
-    def on_tool_result(self, call, result):
-        self.made.append(call)
-        return 1.0
-
-
-def calls_in_tool_env(action):
-    shop = Shop()
-    shop.made = []
-    shop.reset(seed=0)
-    *_, info = shop.step(action)
-    return shop.made, info.get("malformed_calls", 0)
+def a_tool(name, **parameters):
+    schema = {"type": "object", **parameters}
+    return Tool(name=name, description="", parameters=schema, function=print, validator=None)
 
 
 @pytest.mark.parametrize("write", JSON_FAMILIES)
@@ -164,15 +128,14 @@ def test_an_environment_a_program_and_serve_read_the_same_calls(write, calls, th
     if parsed:
         message = Message(role="assistant", content="", tool_calls=tuple(calls))
         text = "text that no reader knows"
-    tools = Shop().tools
     assert calls_in_tool_env(Action(text, message=message)) == (calls, 0)
-    assert read_action(text, tools, message)[0].tool_calls == tuple(calls)
-    assert to_reply(Action(text, message=message), tools)[0].message.tool_calls == tuple(calls)
+    assert read_action(text, TOOLS, message)[0].tool_calls == tuple(calls)
+    assert to_reply(Action(text, message=message), TOOLS)[0].message.tool_calls == tuple(calls)
 
 
 @pytest.mark.parametrize("bad", ['<tool_call>{"name": look}</tool_call>', "<tool_call>{"])
 def test_a_malformed_call_beside_one_that_a_response_template_has_parsed_is_counted(bad):
-    call, tools = ToolCall(name="look", arguments={"word": "a"}), Shop().tools
+    call, tools = ToolCall(name="look", arguments=A), TOOLS
     text = f"{hermes([call])}\n{bad}"
     message = Message(role="assistant", content="so", tool_calls=(call,))
     assert calls_in_tool_env(Action(text, message=message)) == ([call], 1)
@@ -238,7 +201,6 @@ TYPED = [
 
 @pytest.mark.parametrize(("schema", "text", "value"), TYPED)
 def test_an_xml_argument_is_what_its_schema_allows_or_malformed(schema, text, value):
-    look = a_tool("f")
     loop = {"anyOf": [{"$ref": "#/$defs/loop"}, {}]}
     parameters = {
         "properties": {"key": schema},
@@ -246,7 +208,7 @@ def test_an_xml_argument_is_what_its_schema_allows_or_malformed(schema, text, va
     }
     if schema is WORD:
         parameters |= {"properties": {}, "additionalProperties": schema}
-    tools = [dataclasses.replace(look, parameters=parameters)]
+    tools = [a_tool("f", **parameters)]
     for action in (
         f"<tool_call>\n<function=f>\n<parameter=key>\n{text}\n</parameter>\n</function>\n</tool_call>",
         f"<tool_call>f\n<arg_key>key</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
@@ -325,8 +287,7 @@ DEFINITIONS = {
     ],
 )
 def test_the_schema_of_an_argument_is_found_wherever_it_stands(parameters, text, value):
-    parameters = {"type": "object", **parameters, "$defs": DEFINITIONS}
-    tools = [dataclasses.replace(a_tool("f"), parameters=parameters)]
+    tools = [a_tool("f", **parameters, **{"$defs": DEFINITIONS})]
     action = f"<function=f>\n<parameter=key>\n{text}\n</parameter>\n</function>"
     assert parse_tool_calls(action, tools) == [ToolCall(name="f", arguments={"key": value})]
 
@@ -334,12 +295,11 @@ def test_the_schema_of_an_argument_is_found_wherever_it_stands(parameters, text,
 @settings(max_examples=400)
 @given(HOSTILE)
 def test_hostile_text_is_never_an_error(text):
-    tools = Shop().tools
-    message, malformed = read_action(text, tools)
-    calls = parse_tool_calls(text, tools)
+    message, malformed = read_action(text, TOOLS)
+    calls = parse_tool_calls(text, TOOLS)
     assert [call for call in calls if isinstance(call, ToolCall)] == list(message.tool_calls)
     assert sum(isinstance(call, ToolCallError) for call in calls) == malformed
-    reply, malformed_in_program = to_reply(text, tools)
+    reply, malformed_in_program = to_reply(text, TOOLS)
     assert reply.message.tool_calls == message.tool_calls
     assert malformed_in_program == calls_in_tool_env(text)[1] == malformed
     message, _ = parse_message(text)
@@ -373,7 +333,7 @@ def test_hostile_text_is_never_an_error(text):
 )  # fmt: skip
 def test_a_megabyte_of_hostile_text_is_read_once(unit):
     text = unit * (1_000_000 // len(unit))
-    message, malformed = parse_message(text, Shop().tools)  # a quadratic search takes minutes
+    message, malformed = parse_message(text, TOOLS)  # a quadratic search takes minutes
     assert malformed <= 32
     assert len(message.content) <= len(text)
 
@@ -416,9 +376,7 @@ def test_a_malformed_call_is_an_error_in_one_sentence_that_the_policy_reads(text
     assert isinstance(call, ToolCallError)
     assert error in call.message
     assert "\n" not in call.message
-    shop = Shop()
-    shop.reset(seed=0)
-    observation, *_, info = shop.step(text)
+    observation, info, _ = step(text)
     assert observation == f"Error: {call.message}"
     assert info == {"observation_role": "tool", "tool_errors": 1, "malformed_calls": 1}
 
@@ -430,12 +388,12 @@ PARTED = [text.rsplit("2", 1) for text in TABLED.values()]
 
 @pytest.mark.parametrize("family", TABLED)
 def test_sql_the_page_and_capture_read_the_calls_of_each_family_as_a_tool_env_does(family):
-    text, tools = f"Let me look.\n{TABLED[family]}", tuple(Shop().tools)
+    text, tools = f"Let me look.\n{TABLED[family]}", TOOLS
     call = {"name": "look", "arguments": {"word": "a", "times": 2}}
     assert calls_in_tool_env(text) == ([ToolCall(**call)], 0)
 
     class Query(SQLEnv):
-        tools = property(lambda self: Shop().tools)
+        tools = TOOLS
 
     assert Query().parse_calls(Action(text)) == [ToolCall(**call)]
     asked = ResetInfo(messages=(Message(role="user", content="hi"),), tools=tools)
@@ -459,12 +417,10 @@ def test_sql_the_page_and_capture_read_the_calls_of_each_family_as_a_tool_env_do
 def test_a_malformed_call_of_each_family_is_an_error_for_the_policy_and_counted(family, cut):
     start, end = TABLED[family].rsplit("2", 1)
     text = f"So:\n{start}" if cut else f"{start}(2{end}"
-    shop = Shop()
-    shop.reset(seed=0)
-    observation, *_, info = shop.step(text)
+    observation, info, _ = step(text)
     assert observation.startswith("Error: ")
     assert (info["malformed_calls"], info["tool_errors"]) == (1, 1)
-    assert read_action(text, shop.tools)[1] == to_reply(text, shop.tools)[1] == 1
+    assert read_action(text, TOOLS)[1] == to_reply(text, TOOLS)[1] == 1
 
 
 @pytest.mark.parametrize(
@@ -480,10 +436,11 @@ def test_a_malformed_call_of_each_family_is_an_error_for_the_policy_and_counted(
     ],
 )
 def test_a_malformed_call_before_a_good_one_is_counted_and_not_lost(text):
-    calls = parse_tool_calls(text, Shop().tools)
+    calls = parse_tool_calls(text, TOOLS)
     assert [getattr(call, "name", "") for call in calls] == ["", "look"]
 
 
+A = {"word": "a"}
 BAR = "\uff5c"
 DSML = (
     f'<{BAR}DSML{BAR}invoke name="look">\n<{BAR}DSML{BAR}parameter name={{}}>{{}}'
@@ -492,8 +449,8 @@ DSML = (
 KIMI = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
 KIMI_SECTION = ["<|tool_call_section_begin|>", "<|tool_call_section_end|>"]
 SPELLINGS = [
-    ('<|python_start|>{"name": "look", "parameters": {"word": "a"}}<|python_end|>', {"word": "a"}),
-    ('<|channel|>analysis to=functions.look code<|message|>{"word": "a"}<|call|>', {"word": "a"}),
+    ('<|python_start|>{"name": "look", "parameters": {"word": "a"}}<|python_end|>', A),
+    ('<|channel|>analysis to=functions.look code<|message|>{"word": "a"}<|call|>', A),
     ("<|channel|>commentary to=functions.look <|constrain|>json<|message|><|call|>", {}),
     (KIMI.format("look:0"), {}),
     (KIMI.format("functions_look_1").join(KIMI_SECTION), {}),
@@ -518,8 +475,8 @@ SPELLINGS = [
     ),
     ("<|tool_call>call:look{isTrue:False}<tool_call|>", {"isTrue": False}),
     ('<function=look>{"word": "</function>"}</function>', {"word": "</function>"}),
-    ('```json\n{"name": "look", "arguments": {"word": "a"}}\n```', {"word": "a"}),
-    ('```\n[\n  {"name": "look", "parameters": {"word": "a"}}\n]\n```\n', {"word": "a"}),
+    ('```json\n{"name": "look", "arguments": {"word": "a"}}\n```', A),
+    ('```\n[\n  {"name": "look", "parameters": {"word": "a"}}\n]\n```\n', A),
     (
         '<function_calls>\n<invoke name="look">\n<parameter name="a>b">x</parameter>\n</invoke>\n'
         "</function_calls>",
@@ -528,12 +485,9 @@ SPELLINGS = [
     (
         "<seed:tool_call>\n<function=look>\n<parameter=word>a</parameter>\n</function>\n"
         "</seed:tool_call>",
-        {"word": "a"},
+        A,
     ),
-    (
-        "<function=look>\r\n<parameter=word>\r\na\r\n</parameter>\r\n</function>",
-        {"word": "a"},
-    ),
+    ("<function=look>\r\n<parameter=word>\r\na\r\n</parameter>\r\n</function>", A),
     ("<|tool_call>call:look{word:['b', None, True]}<tool_call|>", {"word": ["b", None, True]}),
     ("<|tool_call>call:look{word:<|\"|>None: 'a'<|\"|>}<tool_call|>", {"word": "None: 'a'"}),
     ("<|tool_call>call:look{a b:1}<tool_call|>", {"a b": 1}),
@@ -550,19 +504,16 @@ SPELLINGS = [
         ),
         {"a": ""},
     ),
-    (f'<{BAR}DSML{BAR}invoke name="look">{{"word": "a"}}</{BAR}DSML{BAR}invoke>', {"word": "a"}),
+    (f'<{BAR}DSML{BAR}invoke name="look">{{"word": "a"}}</{BAR}DSML{BAR}invoke>', A),
     (f"<|open|>tools<|sep|>{TABLED['Kimi K3']}<|close|>tools<|sep|>", {"word": "a", "times": 2}),
     (f"<tool_call>\n{TABLED['MiniMax']}\n</tool_call>", {"word": "a", "times": 2}),
-    ('<tools>{"name": "look", "arguments": {"word": "a"}}</tools>', {"word": "a"}),
-    ('{"name": "look", "arguments": {"word": "a"}}</parameter></tool>', {"word": "a"}),
+    ('<tools>{"name": "look", "arguments": {"word": "a"}}</tools>', A),
+    ('{"name": "look", "arguments": {"word": "a"}}</parameter></tool>', A),
     ('<function>\n[{"name": "look", "arguments": "null"}]\n</function>', {}),
-    ('<|channel|>commentary to=look <|message|>{"word": "a"}<|call|>', {"word": "a"}),
-    (
-        "<|channel|>commentary?? to=functions.look <|constrain|>json<|message|>{}<|call|>",
-        {},
-    ),
+    ('<|channel|>commentary to=look <|message|>{"word": "a"}<|call|>', A),
+    ("<|channel|>commentary?? to=functions.look <|constrain|>json<|message|>{}<|call|>", {}),
     ("<tool_calls>\n<tool_call>look</tool_call>\n</tool_calls>", {}),
-    ("<function_calls>\nlook(\n  word='a',\n)\n</function_calls>", {"word": "a"}),
+    ("<function_calls>\nlook(\n  word='a',\n)\n</function_calls>", A),
     (
         "<|tool_call_start|>[look(a-b='<|tool_call_end|>')]<|tool_call_end|>",
         {"a-b": "<|tool_call_end|>"},
@@ -573,30 +524,24 @@ SPELLINGS = [
             f"<{bar}DSML{bar}{calls}>{DSML.replace(BAR, bar)}</{bar}DSML{bar}{calls}>".format(
                 '"word" string="true"', "a"
             ),
-            {"word": "a"},
+            A,
         )
         for bar, calls in [
             *(("\uff5c\uff5c", "tool_calls"), ("|", "function_calls"), ("\u2016", "tool_calls")),
             *((" | ", "tool_use"), ("||", "calls|"), ("", "tool_calls")),
         ]
     ),
-    (
-        "<ifm|tool_calls><ifm|tool_call>look</ifm|tool_call></ifm|tool_calls>",
-        {},
-    ),
+    ("<ifm|tool_calls><ifm|tool_call>look</ifm|tool_call></ifm|tool_calls>", {}),
     (
         '<ns:function_calls><ns:invoke name="look"><ns:parameter name="word">a</ns:parameter>'
         "</ns:invoke></ns:function_calls>",
-        {"word": "a"},
+        A,
     ),
-    ('{"function_call": {"name": "look", "arguments": "{\\"word\\": \\"a\\"}"}}', {"word": "a"}),
-    (
-        '\u273fFUNCTION\u273f: look\n\u273fARGS\u273f: {"word": "a"}\n\u273fRESULT\u273f: ?',
-        {"word": "a"},
-    ),
-    ('Action: look\nAction Input:\n```json\n{"word": "a"}\n```', {"word": "a"}),
-    ('Action: look\n\nAction Input: {"word": "a"}\nObservation: ?\nAction: leave', {"word": "a"}),
-    ('Action:\n```json\n[{"tool_name": "look", "parameters": {"word": "a"}}]```', {"word": "a"}),
+    ('{"function_call": {"name": "look", "arguments": "{\\"word\\": \\"a\\"}"}}', A),
+    ('\u273fFUNCTION\u273f: look\n\u273fARGS\u273f: {"word": "a"}\n\u273fRESULT\u273f: ?', A),
+    ('Action: look\nAction Input:\n```json\n{"word": "a"}\n```', A),
+    ('Action: look\n\nAction Input: {"word": "a"}\nObservation: ?\nAction: leave', A),
+    ('Action:\n```json\n[{"tool_name": "look", "parameters": {"word": "a"}}]```', A),
 ]
 
 
@@ -635,8 +580,7 @@ LINE = {"type": "object", "properties": {"id": {"type": "string"}, "n": {"type":
     ],
 )
 def test_elements_of_minimax_m3_nest_and_have_the_types_of_the_schema(body, arguments):
-    parameters = {"type": "object", "properties": NESTED, "$defs": {"line": LINE}}
-    tools = [dataclasses.replace(a_tool("look"), parameters=parameters)]
+    tools = [a_tool("look", properties=NESTED, **{"$defs": {"line": LINE}})]
     tag = '<tool_call><invoke name="look">'
     text = f"{tag}{body}</invoke></tool_call>".replace("<", f"{MINIMAX}<")
     calls = parse_tool_calls(f"So: {text}", tools)
@@ -658,11 +602,11 @@ def test_a_call_without_a_mark_may_quote_any_call(value, before):
 
 @pytest.mark.parametrize("family", TABLED)
 def test_an_action_that_is_cut_anywhere_makes_no_other_call(family):
-    text, tools = TABLED[family], Shop().tools
+    text = TABLED[family]
     call = ToolCall(name="look", arguments={"word": "a", "times": 2})
     for end in range(len(text)):
         for before in ("", "So:\n", "So: "):
-            calls = parse_tool_calls(f"{before}{text[:end]}", tools)
+            calls = parse_tool_calls(f"{before}{text[:end]}", TOOLS)
             whole = [each for each in calls if isinstance(each, ToolCall)]
             assert whole in ([], [dataclasses.replace(call, id=each.id) for each in whole][:1])
             assert calls or end <= text.index("look") + len('look"')
@@ -702,7 +646,7 @@ def test_an_action_that_is_cut_anywhere_makes_no_other_call(family):
     ],
 )
 def test_several_calls_in_one_action_are_each_made_or_malformed(text, names):
-    calls = parse_tool_calls(text, Shop().tools)
+    calls = parse_tool_calls(text, TOOLS)
     assert [getattr(call, "name", "") for call in calls] == names
 
 
@@ -728,45 +672,36 @@ QUOTED = [
 def test_a_text_argument_may_quote_the_tags_of_a_call(family, value):
     start, word, end = TABLED[family].partition("a\n" if family == "Qwen3-Coder" else ">a<")
     text = f"{start}{word.replace('a', value)}{end}"
-    assert calls_in_tool_env(text) == (
-        [ToolCall(name="look", arguments={"word": value, "times": 2})],
-        0,
-    )
+    call = ToolCall(name="look", arguments={"word": value, "times": 2})
+    assert calls_in_tool_env(text) == ([call], 0)
 
 
 @pytest.mark.parametrize(("text", "arguments"), SPELLINGS)
 def test_spellings_that_models_use_beside_that_of_their_template_are_read(text, arguments):
-    message, malformed = parse_message(text, Shop().tools)
+    message, malformed = parse_message(text, TOOLS)
     assert message.tool_calls == (ToolCall(name="look", arguments=arguments),)
     assert (re.sub("Action:|.*commentary[?]+", "", message.content), malformed) == ("", 0)
 
 
 def test_a_list_in_python_is_calls_if_it_names_a_tool_and_prose_in_brackets_is_not():
-    tools = Shop().tools
-    calls = parse_tool_calls("[look(word='a'), other(x=1)]", tools)
+    calls = parse_tool_calls("[look(word='a'), other(x=1)]", TOOLS)
     assert [call.name for call in calls] == ["look", "other"]
     for text in ("So: [look(word='a')]", 'So: {"name": "look", "parameters": {"word": "a"}}'):
-        calls = [ToolCall(name="look", arguments={"word": "a"})]
-        assert (parse_tool_calls(text, tools), parse_message(text, tools)[0].content) == (
-            calls,
-            "So:",
-        )
-        assert parse_message(f"{text} is how.", tools) == (
-            Message(role="assistant", content=f"{text} is how."),
-            0,
-        )
+        assert parse_tool_calls(text, TOOLS) == [ToolCall(name="look", arguments=A)]
+        assert parse_message(text, TOOLS)[0].content == "So:"
+        assert parse_message(f"{text} is how.", TOOLS) == as_text(f"{text} is how.")
     for text in ("[look](page)", "[looks(1)]", "I look(word='a')", "[other(x=1)]", "[1, look()"):
-        assert parse_tool_calls(text, tools) == []
+        assert parse_tool_calls(text, TOOLS) == []
 
 
 def test_a_block_of_code_that_ends_a_text_is_a_call_if_it_names_a_tool():
-    tools, block = Shop().tools, '```json\n{"name": "NAME", "arguments": {"word": "a"}}\n```'
+    block = '```json\n{"name": "NAME", "arguments": {"word": "a"}}\n```'
     look, other = block.replace("NAME", "look"), block.replace("NAME", "Ada")
-    message, malformed = parse_message(f"So:\n{look}", tools)
+    message, malformed = parse_message(f"So:\n{look}", TOOLS)
     assert (message.content, len(message.tool_calls), malformed) == ("So:", 1, 0)
     for text in (other, f"{look} is how.", f"{other}\n{other}"):
-        assert parse_message(text, tools) == (Message(role="assistant", content=text), 0)
-    (error,) = parse_tool_calls(look.replace("}}", "}"), tools)
+        assert parse_message(text, TOOLS) == as_text(text)
+    (error,) = parse_tool_calls(look.replace("}}", "}"), TOOLS)
     assert isinstance(error, ToolCallError)
 
 
@@ -785,9 +720,9 @@ def test_json_or_xml_that_is_an_answer_is_no_call():
     answer = '{"name": "Ada", "parameters": {}}'
     assert parse_message(answer, [a_tool("f")])[0].content == answer
     for text in ('<function name="g"></function>', '<invoke name="g">', "<function name="):
-        assert parse_message(text, [a_tool("f")]) == (Message(role="assistant", content=text), 0)
+        assert parse_message(text, [a_tool("f")]) == as_text(text)
     for text in ('{"name": "Ada"}', '{"name": "f", "parameters": {}} is it', "{}"):
-        assert parse_message(text) == (Message(role="assistant", content=text), 0)
+        assert parse_message(text) == as_text(text)
 
 
 @pytest.mark.parametrize(
@@ -815,10 +750,7 @@ def test_json_or_xml_that_is_an_answer_is_no_call():
     ],
 )
 def test_reasoning_is_split_off_and_has_no_calls(text, reasoning, content):
-    assert parse_message(text) == (
-        Message(role="assistant", content=content, reasoning=reasoning),
-        0,
-    )
+    assert parse_message(text) == as_text(content, reasoning=reasoning)
 
 
 @pytest.mark.parametrize(
@@ -879,7 +811,7 @@ def test_a_call_with_a_key_that_is_not_read_is_malformed_and_never_made_without_
     text, error, mark
 ):
     action = mark.replace("{}", text)
-    calls = parse_tool_calls(action, Shop().tools)
+    calls = parse_tool_calls(action, TOOLS)
     if error is None:
         assert calls_in_tool_env(action) == ([LOOK_IN], 0)
     else:
@@ -895,10 +827,10 @@ def test_a_call_without_arguments_has_an_empty_object(empty):
 
 def test_calls_of_mistral_that_follow_one_another_need_one_mark():
     first = '[TOOL_CALLS]look[ARGS]{"word": "a"}'
-    message, malformed = parse_message(f"{first}\nleave[ARGS]{{}} bye", Shop().tools)
+    message, malformed = parse_message(f"{first}\nleave[ARGS]{{}} bye", TOOLS)
     assert [call.name for call in message.tool_calls] == ["look", "leave"]
     assert (message.content, malformed) == ("bye", 0)
-    message, malformed = parse_message(f'{first}look[ARGS]{{"word"', Shop().tools)
+    message, malformed = parse_message(f'{first}look[ARGS]{{"word"', TOOLS)
     assert (len(message.tool_calls), malformed) == (1, 1)
 
 
@@ -955,7 +887,7 @@ DEEP = functools.reduce(lambda inner, _: {"x": inner}, range(89), 1)
     [("look up", {}), ("r\u00fcck", {}), ("a/b:0\n", {}), ("x" * 200, {}), ("look", DEEP)],
 )
 def test_an_answer_with_any_call_that_was_read_can_be_sent_back(kind, name, arguments):
-    reply, malformed = to_reply(format_tool_call(name, arguments), Shop().tools)
+    reply, malformed = to_reply(format_tool_call(name, arguments), TOOLS)
     named = tuple(dataclasses.replace(call, id="1") for call in reply.message.tool_calls)
     message = dataclasses.replace(reply.message, tool_calls=named)
     calls = sent_back(kind, dataclasses.replace(reply, message=message))
@@ -980,10 +912,10 @@ def test_a_call_that_does_not_fit_a_strict_tool_is_text_and_counted(kind):
     assert (message.tool_calls, malformed) == ((ToolCall(name="look", arguments={"key": "a"}),), 0)
     for arguments in ({}, {"key": 1}, {"key": "c"}, {"key": "a", "more": 1}):
         text = good + format_tool_call("look", arguments)
-        assert read_action(text, tools) == (Message(role="assistant", content=text), 1)
+        assert read_action(text, tools) == as_text(text, malformed=1)
         call = ToolCall(name="look", arguments=arguments)
         parsed = Message(role="assistant", content="", tool_calls=(call,))
-        assert read_action(text, tools, parsed) == (Message(role="assistant", content=text), 1)
+        assert read_action(text, tools, parsed) == as_text(text, malformed=1)
 
 
 @pytest.mark.parametrize(

@@ -6,92 +6,42 @@ import sys
 from pathlib import Path
 
 import pytest
+from shop import TOOLS, as_text, step
 
-from gspo_env import ToolEnv
-from gspo_env.env.tools import tool
 from gspo_env.tool_calls import ToolCallError, parse_message, parse_tool_calls, read_action
-from gspo_env.types import Message, ToolCall
+from gspo_env.types import ToolCall
 from gspo_envs.program.env import to_reply
 
-
-class Shop(ToolEnv):
-    max_calls_per_turn = 99
-    max_turns = 99
-
-    @tool
-    def look(self, word: str, times: int = 1) -> str:
-        """Look a word up."""
-        return word * times
-
-    @tool
-    def search(self, query: str) -> str:
-        """Search a text."""
-        return query
-
-    @tool
-    def leave(self) -> str:
-        """Leave the shop."""
-        return "bye"
-
-    def on_final(self, text):
-        return "final", 0.0, False
-
-
-TOOLS = Shop().tools
 LOOK = ToolCall(name="look", arguments={"word": "a"})
 TWICE = ToolCall(name="look", arguments={"word": "a", "times": 2})
 LEAVE = ToolCall(name="leave", arguments={})
+CLIMB = ToolCall(name="climb", arguments={})
 USES = '{"tool_uses": [%s]}'
 USE = '{"recipient_name": "functions.look", "parameters": {"word": "a"}}'
 
 
 TEXTS = [
-    "Use look(word='a') to look a word up.",
-    "look(word='a') looks a word up.",
-    "I look(word='a')",
-    "The function is `look(word='a')`.",
-    "look(word, times) is a function",
-    "look (inside)",
-    "looks(word='a')",
-    "outlook(word='a')",
+    *("Use look(word='a') to look a word up.", "look(word='a') looks a word up."),
+    *("I look(word='a')", "The function is `look(word='a')`.", "look(word, times) is a function"),
+    *("look (inside)", "looks(word='a')", "outlook(word='a')"),
     "```python\nlook(word='a')\n```\nThis is how.",
     "```python\nx = look(word='a')\nprint(x)\n```",
     "```python\nfor word in 'ab':\n    look(word=word)\n```",
     "So:\n```python\nfrom shop import look\n\nlook(word='a')\n```",
-    "def look(word):\n    return word",
-    "from shop import look\n\nlook(word='a')",
-    "import shop\nshop.look(word='a')",
-    "x = {\n    1: 2,\n}\nlook(word='a')",
-    '"""\nLooks.\n"""\nlook(word="a")',
-    "class Shop:\n    look(word='a')",
-    "```\nThe code:\nlook(word='a')",
-    "x = look(word='a')",
-    "print(look(word='a'))",
-    "other(word='a')",
-    "<p>Use <code>look(word='a')</code>.</p>",
-    "Use <code>look(word='a')</code>",
-    "<pre><code>\nlook(word='a')\n</code></pre>",
-    "<code>\nprint(1)\n</code>",
-    "Code:\n```py\nprint(1)\n```<end_code>",
-    "<look>",
-    "The tag <look> is a tag.",
-    "Write <look><word>a</word></look> to look a word up.",
-    "The tag is <look></look>",
-    "- <look>amber</look> is bad",
-    "<look>amber</look> is bad",
-    "<ul>\n<li>a</li>\n<look>b</look>\n</ul>",
-    "<div>\n<p>a</p>\n<look>b</look>",
-    "<search>\n<form action='x'><input></form>\n</search>",
-    "<looking><word>a</word></looking>",
-    "</look>",
-    "A <lookup> and a </look>.",
-    "The tag <tool_use> has a <name>.",
-    "<tool_use>",
-    "<invoke> or <use_mcp_tool>",
-    '{"tool_uses": 3}',
-    '{"tool_uses": []}',
-    f"{USES % USE} is how.",
-    "The signature is:\n\nlook(word, times=1)",
+    *("def look(word):\n    return word", "from shop import look\n\nlook(word='a')"),
+    *("import shop\nshop.look(word='a')", "x = {\n    1: 2,\n}\nlook(word='a')"),
+    *('"""\nLooks.\n"""\nlook(word="a")', "class Shop:\n    look(word='a')"),
+    *("```\nThe code:\nlook(word='a')", "x = look(word='a')", "print(look(word='a'))"),
+    *("other(word='a')", "<p>Use <code>look(word='a')</code>.</p>"),
+    *("Use <code>look(word='a')</code>", "<pre><code>\nlook(word='a')\n</code></pre>"),
+    *("<code>\nprint(1)\n</code>", "Code:\n```py\nprint(1)\n```<end_code>", "<look>"),
+    *("The tag <look> is a tag.", "Write <look><word>a</word></look> to look a word up."),
+    *("The tag is <look></look>", "- <look>amber</look> is bad", "<look>amber</look> is bad"),
+    *("<ul>\n<li>a</li>\n<look>b</look>\n</ul>", "<div>\n<p>a</p>\n<look>b</look>"),
+    *("<search>\n<form action='x'><input></form>\n</search>", "<looking><word>a</word></looking>"),
+    *("</look>", "A <lookup> and a </look>.", "The tag <tool_use> has a <name>.", "<tool_use>"),
+    *("<invoke> or <use_mcp_tool>", '{"tool_uses": 3}', '{"tool_uses": []}'),
+    *(f"{USES % USE} is how.", "The signature is:\n\nlook(word, times=1)"),
     "<html><body><look><word>a</word></look></body></html>",
     "Ask Ada: look(word=...) is what she likes",
 ]
@@ -99,7 +49,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_that_only_mentions_a_tool_is_text(text):
-    assert parse_message(text, TOOLS) == (Message(role="assistant", content=text), 0)
+    assert parse_message(text, TOOLS) == as_text(text)
     assert parse_tool_calls(text) == []
 
 
@@ -109,10 +59,7 @@ CALLS = [
     (USES % USE.replace("functions.", ""), [LOOK]),
     (USE, [LOOK]),
     ("```json\n%s\n```" % (USES % USE), [LOOK]),
-    (
-        '{"tool_calls": [{"name": "climb", "arguments": {}}]}',
-        [ToolCall(name="climb", arguments={})],
-    ),
+    ('{"tool_calls": [{"name": "climb", "arguments": {}}]}', [CLIMB]),
     (f"multi_tool_use.parallel({USES % USE})", [LOOK]),
     ('[TOOL_REQUEST]{"name": "look", "arguments": {"word": "a"}}[END_TOOL_REQUEST]', [LOOK]),
     ('{"role": "assistant", "content": null, "tool_calls": [{"name": "leave"}]}', [LEAVE]),
@@ -160,7 +107,7 @@ CALLS = [
     ),
     ("<tool_use><name>leave</name></tool_use>", [LEAVE]),
     ("<tool_use><name>leave</name><arguments></arguments></tool_use>", [LEAVE]),
-    ("<tool_use><name>climb</name></tool_use>", [ToolCall(name="climb", arguments={})]),
+    ("<tool_use><name>climb</name></tool_use>", [CLIMB]),
     ('<tool_use>{"name": "look", "arguments": {"word": "a"}}</tool_use>', [LOOK]),
     (
         "<tool_use><tool_name>look</tool_name><parameters><word>a</word><times>2</times>"
@@ -177,10 +124,7 @@ CALLS = [
         '\n{"word": "a"}\n</arguments>\n</use_mcp_tool>',
         [LOOK],
     ),
-    (
-        '<tool_call><name>look</name><arguments>{"word": "a"}</arguments></tool_call>',
-        [LOOK],
-    ),
+    ('<tool_call><name>look</name><arguments>{"word": "a"}</arguments></tool_call>', [LOOK]),
 ]
 
 
@@ -233,15 +177,10 @@ FAULTS = [
 def test_a_call_that_cannot_be_read_is_an_error_for_the_policy_and_counted(text, before):
     calls = parse_tool_calls(before + text, TOOLS)
     assert [type(call) for call in calls] == [ToolCallError]
-    shop = Shop()
-    shop.reset(seed=0)
-    observation, *_, info = shop.step(before + text)
+    observation, info, _ = step(before + text)
     assert observation == f"Error: {calls[0].message}"
     assert info["malformed_calls"] == 1
-    assert read_action(before + text, TOOLS) == (
-        Message(role="assistant", content=before + text),
-        1,
-    )
+    assert read_action(before + text, TOOLS) == as_text(before + text, malformed=1)
 
 
 MARKED = '<tool_call>{"name": "look", "arguments": {"word": "a"}}</tool_call>'
@@ -302,6 +241,6 @@ def test_a_block_of_code_before_the_last_is_counted_and_not_lost():
 )
 def test_html_is_text_if_a_tool_has_the_name_of_an_element(text):
     tools = [dataclasses.replace(TOOLS[0], name="a", parameters={"properties": {"href": {}}})]
-    assert parse_message(text, tools) == (Message(role="assistant", content=text), 0)
+    assert parse_message(text, tools) == as_text(text)
     call = ToolCall(name="a", arguments={"href": "x"})
     assert parse_tool_calls("<a><href>x</href></a>", tools) == [call]
