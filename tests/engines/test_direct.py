@@ -83,17 +83,15 @@ def test_a_bfloat16_model_is_computed_as_by_its_modules_or_more_exactly(make, fu
         exact = steps(copy.deepcopy(model).float())
 
 
-def test_the_faster_arithmetic_of_a_bfloat16_model_is_measured_and_logged(monkeypatch, caplog):
+@pytest.mark.parametrize("native", [True, False])
+def test_the_processor_decides_the_arithmetic_of_a_bfloat16_model(monkeypatch, caplog, native):
     model = llama().bfloat16()
     use_ragged_attention(model)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
     with caplog.at_level("INFO"):
-        for own, other, expected in ((1.0, 2.0, torch.bfloat16), (2.0, 1.0, torch.float32)):
-            seconds = {torch.bfloat16: own, torch.float32: other}
-            monkeypatch.setattr(
-                DirectForward, "layer_seconds", lambda self, rows, s=seconds: s[self.dtype]
-            )
-            assert start_direct(model).dtype is expected
-            assert f"the engine computes in {str(expected)[6:]}" in caplog.messages[-1]
+        direct = start_direct(model)
+    assert direct.dtype is (torch.bfloat16 if native else torch.float32)
+    assert ("the engine computes in float32" in caplog.text) is not native
 
 
 def test_the_default_model_runs_directly_and_new_weights_count_at_once(model):

@@ -7,13 +7,13 @@ There, each product is one call of oneDNN, in float32 with the activation, produ
 follows it. In bfloat16, those are operations of their own, which round as the model's modules do,
 so that engine and trainer agree. Products in float32 read the model's own weights. Those in
 bfloat16 read copies in the order of the kernels, which oneDNN otherwise makes for each product of a
-few rows. Where a processor is slow in bfloat16, they read copies in float32.
+few rows. Where the processor has no instructions for bfloat16, they read copies in float32. What a
+machine has decides each of these choices, never a measurement: a resumed run gets the same bits.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +38,6 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.3}
 """Largest difference of a log-probability, in nats, from the model's own pass; the mean over ids in
 bfloat16, where another order of sums rounds single ids by more."""
-_ROWS, _RUNS = 16, 8
-"""Rows and runs of the measurement of an arithmetic."""
 _MANY = 128
 """Rows from which a number of rows is rounded up by an eighth at most."""
 
@@ -106,16 +104,6 @@ class DirectForward:
     def forget(self) -> None:
         """Drops copies of weights, which have changed."""
         self._weights.forget()
-
-    def layer_seconds(self, rows: int) -> float:
-        """Returns the shortest time of a few runs of the products of the first layer's MLP."""
-        mlp = self._body.layers[0]._modules["mlp"]._modules
-        x, seconds = torch.ones(rows, self._model.config.hidden_size, dtype=self.dtype), []
-        for _ in range(_RUNS):
-            started = time.perf_counter()
-            self._products.add(mlp["down_proj"], self._products.gated(mlp, x), x)
-            seconds.append(time.perf_counter() - started)
-        return min(seconds)
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, last_B: Tensor, step: Ragged) -> Tensor:
         """Returns the logits of the last token of each row, (B, V).
@@ -230,9 +218,9 @@ def _packed(weight: Tensor) -> Tensor:
 
 
 def _fits_twice(model: Any) -> bool:
-    """Returns whether copies of all weights take at most half of the free memory."""
+    """Returns whether all weights, and copies of twice their size, leave a quarter of the memory."""
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return bool(2 * size < psutil.virtual_memory().available)
+    return bool(4 * size < psutil.virtual_memory().total)
 
 
 class _Products:
@@ -304,7 +292,7 @@ def start_direct(model: Any) -> DirectForward | None:
     if not DirectForward.fits(model):
         return None
     try:
-        direct = _fastest(model)
+        direct = DirectForward(model, dtype=_arithmetic(model))
         difference = _difference(model, direct)
     except torch.OutOfMemoryError:
         raise
@@ -323,25 +311,13 @@ def start_direct(model: Any) -> DirectForward | None:
     return direct
 
 
-@torch.inference_mode()
-def _fastest(model: Any) -> DirectForward:
-    """Returns the pass whose arithmetic is the faster one on this processor."""
-    plain = DirectForward(model)
-    if plain.dtype is torch.float32 or not _fits_twice(model):
-        return plain
-    wide = DirectForward(model, dtype=torch.float32)
-    seconds, wide_seconds = (direct.layer_seconds(_ROWS) for direct in (plain, wide))
-    fastest = plain if seconds <= wide_seconds else wide
-    logger.info(
-        "the engine computes in %s: %d rows take %.2f ms through the MLP of a layer in %s, "
-        "%.2f ms in float32",
-        *(_name(fastest.dtype), _ROWS, 1e3 * seconds, _name(plain.dtype), 1e3 * wide_seconds),
-    )
-    return fastest
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _arithmetic(model: Any) -> torch.dtype:
+    """Returns the dtype of the faster arithmetic on this processor."""
+    dtype: torch.dtype = model.dtype
+    if dtype is torch.float32 or torch.cpu._is_avx512_bf16_supported() or not _fits_twice(model):
+        return dtype
+    logger.info("the engine computes in float32: the processor has no instructions for bfloat16")
+    return torch.float32
 
 
 def _difference(model: Any, direct: DirectForward) -> float:
