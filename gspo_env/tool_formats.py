@@ -631,6 +631,9 @@ def _read_json(
     are_calls = any(names_tool) or (schemas and _WRAPPED.match(body, start))
     results = [to_call(value) for value in values]
     is_call = [n or isinstance(c, ToolCall) for n, c in zip(names_tool, results, strict=True)]
+    on_lines = "\n" in body[len(body[:end].rstrip()) : end] and not body[:start].strip()
+    if schemas and end < len(body) <= limit and on_lines and all(names_tool):
+        return [ToolCallError(message="the tool call has text behind it.")], start
     if end < len(body) or not are_calls or not all(is_call if schemas else names_tool):
         return [], 0
     return [c if isinstance(c, ToolCall) else ToolCallError(message=c) for c in results], start

@@ -43,7 +43,13 @@ _HTML = frozenset(
 _PLAIN_ELEMENT = re.compile(r"[^<]*|\s*(?:<([\w.-]+)>[^<]*</\1>\s*)+")
 _WRAPPER = r"(?:tool_?calls?|tool_?uses?|function_?calls?|tools?)"
 """Tags that models write around elements."""
+_DECORATION = re.compile(
+    r"\A(?:[-*+]\s+|\d+[.)]\s+|>>>\s*|\*\*`?|(?:tool |function )?call:?\s+|(?:await|return)\s+)",
+    re.IGNORECASE,
+)
+"""What models write before a line that is a call."""
 _FORM = "the tool calls must be lines NAME(KEY=VALUE, ...) with literal values."
+_BEHIND = "the tool calls must be the last lines, as NAME(KEY=VALUE, ...) and nothing else."
 _ELEMENT_FORM = "the tool call must be <{0}><KEY>VALUE</KEY></{0}>."
 
 
@@ -59,7 +65,8 @@ def read_named(text: str, schemas: Schemas, limit: int) -> tuple[Calls, int]:
         calls, start = read(text, schemas)
         if calls and start <= limit:
             return calls, start
-    return [], 0
+    is_fault = limit >= len(text) and _is_spoiled_call(text, schemas)
+    return [ToolCallError(message=_BEHIND)] if is_fault else [], 0
 
 
 class _Block(NamedTuple):
@@ -183,6 +190,15 @@ def _lines(text: str, schemas: Schemas) -> tuple[Calls, int]:
         if calls:
             return calls, line.start()
     return [], 0
+
+
+def _is_spoiled_call(text: str, schemas: Schemas) -> bool:
+    """Returns whether a text is a call with decoration, or begins with a line that is a call."""
+    first, _, rest = text.strip().partition("\n")
+    line = _DECORATION.sub("", first).rstrip("*` ")
+    if (line != first) == bool(rest) or (rest and python_lines(rest)):
+        return False
+    return any(isinstance(call, ToolCall) for call in _statements(line, schemas))
 
 
 def _is_code(text: str) -> bool:

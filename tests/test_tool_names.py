@@ -44,6 +44,11 @@ TEXTS = [
     *(f"{USES % USE} is how.", "The signature is:\n\nlook(word, times=1)"),
     "<html><body><look><word>a</word></look></body></html>",
     "Ask Ada: look(word=...) is what she likes",
+    *("Ask Ada: look(word='a')", "- look(word='a')\n- leave()", "* look(word='a') looks a word up"),
+    *("You can:\n- look(word='a')", "A call: look(word='a')", "Call look(word='a') to look."),
+    '{"name": "look", "arguments": {"word": "a"}} is how.',
+    'So:\n{"name": "look", "arguments": {"word": "a"}}\nis how.',
+    '{"name": "Ada", "arguments": {"word": "a"}}\nThis is Ada.',
 ]
 
 
@@ -181,6 +186,25 @@ def test_a_call_that_cannot_be_read_is_an_error_for_the_policy_and_counted(text,
     assert observation == f"Error: {calls[0].message}"
     assert info["malformed_calls"] == 1
     assert read_action(before + text, TOOLS) == as_text(before + text, malformed=1)
+
+
+BESIDE = [
+    *("- look(word='a')", "1. look(word='a')", "**look(word='a')**", "**`look(word='a')`**"),
+    *("Call: look(word='a')", "Tool call: look(word='a')", ">>> look(word='a')"),
+    *("await look(word='a')", "return look(word='a')", "call leave()"),
+    *("look(word='a')\nThis looks it up.", "\n\nlook(word='a')\n\nI wait for the word."),
+    '{"name": "look", "arguments": {"word": "a"}}\nThis looks it up.',
+    '[{"name": "look", "arguments": {"word": "a"}}]\n\nI wait for the word.',
+    '{"name": "leave", "arguments": {}}\n{"name": "look", "arguments": {"word": "a"}}\nI wait.',
+]
+
+
+@pytest.mark.parametrize("text", BESIDE)
+def test_a_call_with_decoration_or_with_text_behind_it_is_counted(text):
+    (call,) = parse_tool_calls(text, TOOLS)
+    assert isinstance(call, ToolCallError)
+    assert step(text)[1]["malformed_calls"] == 1
+    assert read_action(text, TOOLS) == as_text(text, malformed=1)
 
 
 MARKED = '<tool_call>{"name": "look", "arguments": {"word": "a"}}</tool_call>'

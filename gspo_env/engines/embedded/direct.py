@@ -218,7 +218,7 @@ def _packed(weight: Tensor) -> Tensor:
 
 
 def _fits_twice(model: Any) -> bool:
-    """Returns whether all weights, and copies of twice their size, leave a quarter of the memory."""
+    """Returns whether the weights and copies of twice their size leave a quarter of the memory."""
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     return bool(4 * size < psutil.virtual_memory().total)
 
