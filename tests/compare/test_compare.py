@@ -19,32 +19,12 @@ from scipy.stats import nct, t
 
 import gspo_env
 from gspo_env.cli.main import main
-from gspo_env.compare import Arm, Comparison, Result, compare, grid, parse, planned, read
+from gspo_env.compare import Arm, Comparison, Result, compare, grid, parse, planned, read, stats
 from gspo_env.compare.plan import check_table
 from gspo_env.compare.runner import mixed_scores
-from gspo_env.compare.stats import (
-    holm,
-    interquartile_interval,
-    interquartile_mean,
-    interval_name,
-    paired_permutation_test,
-    pass_at_k,
-    pass_hat_k,
-    power,
-    probability_of_improvement,
-    smallest_difference,
-    success_interval,
-)
 from gspo_env.config import from_dict, to_toml
 from gspo_env.errors import ConfigError, ModelError, OutputError, UnknownEnvironmentError
-from gspo_env.report.comparison import (
-    METHODS,
-    conclusion,
-    summarise,
-    table,
-    verdict,
-    write_report,
-)
+from gspo_env.report.comparison import METHODS, conclusion, summarise, table, verdict, write_report
 from gspo_env.tracking.base import NoTracker
 from gspo_env.tracking.mlflow import MLflow
 from studies.coverage import DISTRIBUTIONS, coverage
@@ -63,10 +43,13 @@ def small(**changes):
     return tiny(**(tree | changes))
 
 
+def arms_of(**changes):
+    return tuple(Arm(name=name, changes=change) for name, change in changes.items())
+
+
 def two(first="a", second="b", changes=None, **settings):
     """A comparison of two arms, by default of another gamma."""
-    changes = {"gamma": 0.5} if changes is None else changes
-    arms = (Arm(name=first, changes={}), Arm(name=second, changes=changes))
+    arms = arms_of(**{first: {}, second: {"gamma": 0.5} if changes is None else changes})
     return Comparison(**{"problems": {"one": small()}, "arms": arms, "seeds": 1, **settings})
 
 
@@ -253,33 +236,32 @@ def test_the_table_of_a_file_and_the_command_line_meet():
         with pytest.raises(ConfigError, match=f"unknown field compare.'{name}'.*{words}"):
             check_table({name: 1})
     for wrong in ({"seeds": "5"}, {"target": True}, {"grid": {"gamma": 1.0}}, {"problems": 3}):
-        with pytest.raises(
-            ConfigError, match=f"compare.{next(iter(wrong))}.* is .*; input should be"
-        ):
+        (name,) = wrong
+        with pytest.raises(ConfigError, match=f"compare.{name}.* is .*; input should be"):
             check_table(wrong)
     with pytest.raises(ConfigError, match="expected name=value"):
         parse({}, ["gamma"], small())
 
 
 def test_the_interquartile_mean_and_its_interval():
-    assert interquartile_mean(np.array([0.0, 1, 2, 3, 4, 5, 6, 100])) == pytest.approx(3.5)
-    low, high = interquartile_interval([0.4, 0.5, 0.6, 0.1, 0.2, 0.3])
+    assert stats.interquartile_mean(np.array([0.0, 1, 2, 3, 4, 5, 6, 100])) == pytest.approx(3.5)
+    low, high = stats.interquartile_interval([0.4, 0.5, 0.6, 0.1, 0.2, 0.3])
     assert 0.1 <= low < 0.35 < high <= 0.6
-    same_low, same_high = interquartile_interval([0.7])
+    same_low, same_high = stats.interquartile_interval([0.7])
     assert same_low == same_high == 0.7
 
 
 def test_the_interval_of_an_arm_contains_the_true_value_as_often_as_it_says():
     rng = np.random.default_rng(0)
     for runs in (6, 7, 9):
-        assert interval_name(runs) == "95 % interval"
+        assert stats.interval_name(runs) == "95 % interval"
         for name in ("exponential", "two kinds"):
             assert 0.93 < coverage(DISTRIBUTIONS[name], runs, 1000) < 0.97, (runs, name)
     for runs in (1, 2, 3, 4, 5):
-        assert interval_name(runs) == "range"
+        assert stats.interval_name(runs) == "range"
         values = rng.standard_normal((10, runs))
         np.testing.assert_array_equal(
-            interquartile_interval(values), [values.min(axis=1), values.max(axis=1)]
+            stats.interquartile_interval(values), [values.min(axis=1), values.max(axis=1)]
         )
 
 
@@ -287,11 +269,11 @@ def test_worked_examples_of_the_tests_between_arms():
     # boys' shoes data: Box, Hunter and Hunter, Statistics for Experimenters, table 4.2; 14 in 1024
     a = [13.2, 8.2, 10.9, 14.3, 10.7, 6.6, 9.5, 10.8, 8.8, 13.3]
     b = [14.0, 8.8, 11.2, 14.2, 11.8, 6.4, 9.8, 11.3, 9.3, 13.6]
-    assert paired_permutation_test(a, b) == pytest.approx(14 / 1024)
-    assert paired_permutation_test([1.0, 2, 3], [1.0, 2, 3]) == 1.0
-    assert paired_permutation_test([1.0, 2, 3, 4, 5], [0.0] * 5) == pytest.approx(2 / 32)
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert probability_of_improvement([1, 2, 3], [0, 2, 2]) == pytest.approx((1 + 2 + 3) / 9)
+    assert stats.paired_permutation_test(a, b) == pytest.approx(14 / 1024)
+    assert stats.paired_permutation_test([1.0, 2, 3], [1.0, 2, 3]) == 1.0
+    assert stats.paired_permutation_test([1.0, 2, 3, 4, 5], [0.0] * 5) == pytest.approx(2 / 32)
+    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert stats.probability_of_improvement([1, 2, 3], [0, 2, 2]) == pytest.approx((1 + 2 + 3) / 9)
 
 
 def test_the_area_the_target_and_the_pairs_are_read_off_the_curves(tmp_path):
@@ -343,7 +325,7 @@ def test_identical_learning_in_other_steps_groups_and_lengths_is_no_improvement(
 ):
     fine = {"steps": steps * coarser, "rollout.group_size": 2}
     coarse = {"steps": steps * longer, "rollout.group_size": 2 * coarser}
-    arms = (Arm(name="fine", changes=fine), Arm(name="coarse", changes=coarse))
+    arms = arms_of(fine=fine, coarse=coarse)
     comparison = two(arms=arms, seeds=3, metric="eval/success", target=0.4 * sign)
 
     def curve(played, seed):
@@ -447,7 +429,7 @@ def test_a_report_begins_with_where_the_arms_end_and_folds_its_methods(
 
 
 def test_the_verdict_names_what_is_shown_and_what_the_seeds_can_show(tmp_path):
-    arms = tuple(Arm(name=name, changes={}) for name in ("first", "better", "alike"))
+    arms = arms_of(first={}, better={}, alike={})
     comparison = Comparison(problems={"one": small()}, arms=arms, seeds=8, metric="m")
     rng = np.random.default_rng(0)
     gains = {"first": 0.0, "better": 0.5, "alike": 0.0}
@@ -481,7 +463,7 @@ def test_the_area_is_that_of_the_trapezoidal_rule_whatever_the_spacing_of_the_po
 
 @pytest.mark.slow
 def test_reports_without_a_difference_make_a_false_claim_in_at_most_one_of_twenty(tmp_path):
-    arms = tuple(Arm(name=name, changes={}) for name in "abcd")
+    arms = arms_of(a={}, b={}, c={}, d={})
     problems = {name: small() for name in ("p", "q", "r", "s")}
     comparison = Comparison(problems=problems, arms=arms, seeds=10, metric="m")
     runs, rng, claims = list(planned(comparison, tmp_path)), np.random.default_rng(0), 0
@@ -579,9 +561,7 @@ def test_runs_that_decided_to_learn_from_different_rewards_are_named(tmp_path):
 
 def test_an_arm_may_take_back_a_score_that_its_estimator_does_not_use():
     problems = {"p": from_dict({"env": "gspo/Additive-v0", "credit": {"score": "turns"}})}
-    with pytest.raises(
-        ConfigError, match="estimator 'outcome' does not use; expected --score auto"
-    ):
+    with pytest.raises(ConfigError, match="'outcome' does not use; expected --score auto"):
         two(problems=problems, changes={"advantage": "outcome"})
     two(problems=problems, changes={"advantage": "outcome", "score": "auto"})
 
@@ -593,64 +573,61 @@ def wilson(successes, trials):
     return centre - half, centre + half
 
 
-def test_one_sample_a_task_gives_wilson():
-    assert success_interval([[1]] * 7 + [[0]] * 3) == pytest.approx(wilson(7, 10))
-
-
-def test_same_rate_everywhere_keeps_a_width():
-    assert success_interval([[1, 1]] * 10) == pytest.approx(wilson(10, 10))
-    assert success_interval([[1, 0, 0, 0]]) == pytest.approx(wilson(1, 4))
+def test_an_interval_is_wilsons_for_one_sample_a_task_and_for_the_same_rate_everywhere():
+    assert stats.success_interval([[1]] * 7 + [[0]] * 3) == pytest.approx(wilson(7, 10))
+    assert stats.success_interval([[1, 1]] * 10) == pytest.approx(wilson(10, 10))
+    assert stats.success_interval([[1, 0, 0, 0]]) == pytest.approx(wilson(1, 4))
 
 
 def test_bootstrap_draws_tasks_not_samples():
     clustered = [[1] * 8] * 10 + [[0] * 8] * 10
-    low, high = success_interval(clustered)
+    low, high = stats.success_interval(clustered)
     assert low < 0.5 < high
     # 20 tasks decide the width, not 160 samples
     assert high - low > 2 * (wilson(80, 160)[1] - wilson(80, 160)[0])
-    assert (low, high) == success_interval(clustered)
+    assert (low, high) == stats.success_interval(clustered)
 
 
 def test_more_episodes_of_the_same_tasks_do_not_narrow_an_interval():
     few = [[1] * 16] * 3 + [[0] * 16] * 4  # 7 tasks in 112 episodes
-    low, high = success_interval(few)
+    low, high = stats.success_interval(few)
     assert high - low > 2 * (wilson(48, 112)[1] - wilson(48, 112)[0])
     # tasks are known to be fewer than the rows, but not which rows are of one task
-    unknown = success_interval([[1]] * 48 + [[0]] * 64, tasks=7)
+    unknown = stats.success_interval([[1]] * 48 + [[0]] * 64, tasks=7)
     assert unknown == pytest.approx(wilson(3, 7))
 
 
 def test_an_interval_of_tasks_with_different_numbers_of_samples_is_around_the_rate():
     rows = [[1] * 9] * 30 + [[0]] * 30
-    low, high = success_interval(rows)
+    low, high = stats.success_interval(rows)
     assert 0.6 < low < 270 / 300 < high < 1.0  # the mean of the tasks' rates is 0.5
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (5, 0, 2), (5, 5, 5), (6, 3, 4)])
 def test_pass_rates_equal_enumeration(n, c, k):
     draws = list(combinations([True] * c + [False] * (n - c), k))
-    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws))
-    assert pass_hat_k(n, c, k) == pytest.approx(sum(map(all, draws)) / len(draws))
+    assert stats.pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    assert stats.pass_hat_k(n, c, k) == pytest.approx(sum(map(all, draws)) / len(draws))
 
 
 def test_impossible_counts_are_named():
     with pytest.raises(ConfigError, match="c is 6"):
-        pass_at_k(5, 6, 1)
+        stats.pass_at_k(5, 6, 1)
     with pytest.raises(ConfigError, match="k is 6"):
-        pass_hat_k(5, 1, 6)
+        stats.pass_hat_k(5, 1, 6)
     with pytest.raises(ConfigError, match="empty row"):
-        success_interval([[1], []])
+        stats.success_interval([[1], []])
     with pytest.raises(ConfigError, match="0 or 1"):
-        success_interval([[0.5]])
+        stats.success_interval([[0.5]])
 
 
 def test_power_is_that_of_the_noncentral_t():
     for n in (3, 8, 20):
         bound, shift = t.ppf(0.975, n - 1), 0.7 * math.sqrt(n)
         expected = nct.sf(bound, n - 1, shift) + nct.cdf(-bound, n - 1, shift)
-        assert power(0.7, n) == pytest.approx(expected, abs=1e-3)
-    assert power(1.0, 9) < 0.8 <= power(1.0, 10)  # a well-known number
-    assert smallest_difference(0.1, 34) == pytest.approx(0.05, rel=0.02)
+        assert stats.power(0.7, n) == pytest.approx(expected, abs=1e-3)
+    assert stats.power(1.0, 9) < 0.8 <= stats.power(1.0, 10)  # a well-known number
+    assert stats.smallest_difference(0.1, 34) == pytest.approx(0.05, rel=0.02)
 
 
 def test_a_comparison_whose_runs_all_fail_is_an_error_without_tracebacks(
