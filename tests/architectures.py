@@ -5,8 +5,6 @@ Windows and chunks are shorter than the sequences, and the weights are large eno
 layer remembers changes every prediction.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import copy

@@ -4,8 +4,6 @@ The vocabularies are trained on a few sentences; what a family does with control
 space, unknown characters, system messages and tools is rebuilt.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from functools import cache

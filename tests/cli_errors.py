@@ -1,7 +1,5 @@
 """Commands that are refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from gspo_env.cli.main import main

@@ -1,7 +1,5 @@
 """Tiny, real models, tokenizers and samples that the tests share."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

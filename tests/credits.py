@@ -1,7 +1,5 @@
 """Episodes of rewards alone, for tests of estimators."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

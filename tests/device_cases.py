@@ -1,7 +1,5 @@
 """Losses, models and samples that the tests on a pretend GPU share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import architectures

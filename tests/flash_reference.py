@@ -9,8 +9,6 @@ Source: `mha_varlen_fwd` and `mha_varlen_bwd` of PyTorch's flash_api.cpp, and ar
 algorithms 1 and 2.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from itertools import pairwise

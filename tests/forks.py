@@ -4,8 +4,6 @@ It edits and compacts its history, goes back, asks twice, and lets two agents sp
 texts contain control tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import random

@@ -4,8 +4,6 @@ It is `gspo/Lookup-v0` over the rows of the programs and does what they do: it p
 the last turn, and a call that cannot be parsed ends the episode, as the agents return it as text.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

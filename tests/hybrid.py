@@ -1,7 +1,5 @@
 """A recipe of tiny hybrid models: one sequence a row, with their own attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

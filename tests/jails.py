@@ -1,7 +1,5 @@
 """What the tests of processes and of the sandbox share."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

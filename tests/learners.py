@@ -1,7 +1,5 @@
 """Learners and losses that tests of several files compute with."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Log-probabilities by a plain forward pass, which those of an engine have to equal."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -4,8 +4,6 @@ It uses loops and closed-form gradients on purpose, and shares no code with the 
 learner.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

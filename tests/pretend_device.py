@@ -9,8 +9,6 @@ A call that meets pretend and plain tensors raises, as a call with tensors of tw
 it cannot show: kernels that exist on a GPU only, the numerics of a GPU, and speed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Rank 0 writes a JSON object with a result for each case to the file that is its argument.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

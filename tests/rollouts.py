@@ -1,7 +1,5 @@
 """Rollouts of a real model, for tests of several files."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What tests of whole runs share."""
 
-from __future__ import annotations
-
 from gspo_env.config import Config, override
 from gspo_env.recipes.tiny import Tiny
 

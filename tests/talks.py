@@ -1,7 +1,5 @@
 """A conversation with a tool, as a line of a file of conversations has it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

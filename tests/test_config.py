@@ -1,7 +1,5 @@
 """Settings: Python, TOML and flags agree, and errors name the wrong field."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Python blocks of the documentation run as written, in order, and print what they say."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -5,8 +5,6 @@ flags of `SHORT`, which win over those of the page, and a hub's model is the run
 that cannot run in a test are listed in `ELSEWHERE` with the reason.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

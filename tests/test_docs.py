@@ -1,7 +1,5 @@
 """The documentation is valid: code blocks, links, and the names of our modules and files."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pkgutil

@@ -1,7 +1,5 @@
 """The examples run; agents, self-play and classes of one's own have tests of their rooms."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

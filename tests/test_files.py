@@ -1,7 +1,5 @@
 """A stranger's folder makes no command read or write outside of it, or fill the memory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

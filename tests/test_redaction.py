@@ -1,7 +1,5 @@
 """Secrets in settings, episodes and messages do not reach what a run writes."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

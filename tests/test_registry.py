@@ -1,7 +1,5 @@
 """Choices are found by name: ours, a plugin's, a user's."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """A folder from somebody else is data: nothing that its settings name is run or reached."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Text that a stranger wrote does not act on a terminal, an editor or a picture."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Turns and episodes whose fields tests of several files change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from gspo_env.types import Episode, StopReason, Task, Turn

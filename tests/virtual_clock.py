@@ -1,7 +1,5 @@
 """An event loop whose time jumps to the next timer, so that tests of waiting take no time."""
 
-from __future__ import annotations
-
 import asyncio
 
 

@@ -1,7 +1,5 @@
 """What the tests of workers share: a pretend server, settings and groups without their times."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """The agent end to end: the same seed gives the same run, and a saved agent can be loaded."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 

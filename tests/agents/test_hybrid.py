@@ -1,7 +1,5 @@
 """Models that packed rows would change train one sequence a row."""
 
-from __future__ import annotations
-
 import pytest
 from hybrid import Hybrid, train
 

@@ -1,7 +1,5 @@
 """Two policies in one game: `act` inside `step`, and frozen opponents from a folder."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

@@ -1,7 +1,5 @@
 """A run of a model that is not tiny says what it needs, and one that cannot fit is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import ClassVar

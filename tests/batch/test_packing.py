@@ -1,7 +1,5 @@
 """Packing: no padding, each token once, and the correct predictor for each sampled token."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Padded batches: the same samples, the same update, and clear errors."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import learners

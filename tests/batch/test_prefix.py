@@ -1,7 +1,5 @@
 """Shared prefixes: each shared token once, with the same numbers as separate sequences."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

@@ -1,7 +1,5 @@
 """A real Chromium: the system's if there is one, else the one that Playwright has installed."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

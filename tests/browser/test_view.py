@@ -1,7 +1,5 @@
 """The page of `gspo-env view` in a real Chromium."""
 
-from __future__ import annotations
-
 import pytest
 from turns import episode, turn
 

@@ -1,7 +1,5 @@
 """A chat template that anybody wrote takes neither time nor memory without end."""
 
-from __future__ import annotations
-
 import copy
 import resource
 from pathlib import Path

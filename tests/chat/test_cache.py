@@ -1,7 +1,5 @@
 """The cache of encoded texts has a limit in bytes, whatever is put into it."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import pytest

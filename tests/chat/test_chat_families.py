@@ -1,8 +1,6 @@
 """The transcript on rebuilt tokenizers of well-known families: the ids of the tokenizer's own
 template, and no control token from any text. `python stress/control_tokens.py` tries more."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Which turn a prompt continues, and that every sampled token is trained where it was sampled."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import random

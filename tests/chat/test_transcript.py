@@ -1,8 +1,6 @@
 """Token-exact transcripts: plain text gives the ids of the template, and no text gives a control
 token."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import sys

@@ -1,7 +1,5 @@
 """The doctor names the cause and the fix."""
 
-from __future__ import annotations
-
 import copy
 import importlib.metadata
 import sys

@@ -1,7 +1,5 @@
 """What people type: each gives what was meant, or one sentence before anything is trained."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

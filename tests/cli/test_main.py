@@ -1,7 +1,5 @@
 """The command line: good runs finish, and bad input gets one sentence."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """`gspo-env sync`: what a run recorded while its tracking server was away arrives later."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

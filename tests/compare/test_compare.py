@@ -1,7 +1,5 @@
 """Comparisons: runs differ only in the arm, a stopped comparison continues, no run is dropped."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The worker processes of a comparison."""
 
-from __future__ import annotations
-
 import importlib
 import os
 

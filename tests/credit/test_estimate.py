@@ -1,7 +1,5 @@
 """The estimators against advantages computed by hand."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

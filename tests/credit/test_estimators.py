@@ -1,7 +1,5 @@
 """The estimators other than `outcome` and `returns_to_go`, against numbers computed by hand."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 

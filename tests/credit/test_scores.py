@@ -1,7 +1,5 @@
 """Which rewards the estimators learn from: those of the turns, the outcome, or their sum."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

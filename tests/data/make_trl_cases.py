@@ -6,8 +6,6 @@
 log-probabilities of the case.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The embedded engine on a GPU: the CPU's ids and log-probabilities."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import random

@@ -1,7 +1,5 @@
 """The learner on a GPU: the CPU's numbers, with no tensor on the wrong device."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A whole run, export and doctor on a GPU: the CPU's numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pretend_device import pretend_gpu

@@ -1,7 +1,5 @@
 """Sleep and wake of vLLM in this process, its settings, and its channels, on a GPU."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import sys

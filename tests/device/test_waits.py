@@ -1,8 +1,6 @@
 """How often the host waits for a GPU: in an update once a step and once for the metrics; in a
 decode step once, for the sampled ids."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 

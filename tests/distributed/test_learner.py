@@ -1,7 +1,5 @@
 """Two ranks of FSDP2 train as one process does."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 Each test starts real processes, whose imports take many seconds: `pytest -m ranks -n 0`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

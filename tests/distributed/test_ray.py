@@ -1,7 +1,5 @@
 """Workers in real Ray actors: killed, stopped and hung ones, and what is left of all."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -4,8 +4,6 @@ The workers here are threads, so that Ray need not be installed; `test_ray.py` h
 with Ray.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

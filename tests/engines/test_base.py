@@ -1,7 +1,5 @@
 """What an engine returns is checked before anything is learned from it."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The `transformers` engine: exact, independent of the rest of the batch."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import random

@@ -1,7 +1,5 @@
 """Weights that change while requests run, in the engines of this process."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import random

@@ -1,7 +1,5 @@
 """Requests that share sequences of the cache: whatever they do, each keeps its own context."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

@@ -1,7 +1,5 @@
 """The engine with the model's own cache: log-probabilities, reuse of caches, fairness, limits."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

@@ -3,8 +3,6 @@
 `tests/engines/test_vllm.py` has the same with real servers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -3,8 +3,6 @@
 Runs where vLLM is installed: `pytest -m vllm`.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An environment in a process of its own gives the same episodes and dies alone."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """The environments of one run: names, weights and arguments."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The adapters against the real packages: `pytest -m adapters` where they are installed."""
 
-from __future__ import annotations
-
 import logging
 import random
 import sys

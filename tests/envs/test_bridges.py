@@ -1,7 +1,5 @@
 """SkyRL-Gym and verifiers, the real packages: their data and rewards reach the policy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Datasets: the seed selects the row, and named rewards score the conversation."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Each diagnostic environment has the property of its name."""
 
-from __future__ import annotations
-
 import pytest
 
 from gspo_env.env.registration import make_env

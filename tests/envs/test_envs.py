@@ -1,7 +1,5 @@
 """The built-in environments."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gymnasium environments as text."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

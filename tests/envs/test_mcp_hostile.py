@@ -1,7 +1,5 @@
 """Hostile MCP servers: what they may cost; every failure is an observation or one clear error."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Needs a separate Python environment: `pip install -e '.[test,openenv]'`, `pytest -m openenv`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time

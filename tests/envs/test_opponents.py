@@ -1,7 +1,5 @@
 """Games for several players: against a function, a trained model, or the policy itself."""
 
-from __future__ import annotations
-
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Programs as environments: what they ask, how they end, and what is left of them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The look-up agents of the examples, trained through the real SDKs."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

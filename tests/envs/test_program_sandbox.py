@@ -1,7 +1,5 @@
 """Programs in the sandbox: each reaches the address of its own episode, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

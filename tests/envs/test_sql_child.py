@@ -1,7 +1,5 @@
 """Queries of SQL-v0 run in child processes: what a hostile one may cost, and who pays."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

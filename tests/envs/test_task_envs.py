@@ -1,7 +1,5 @@
 """SQL, Wordle, MiniGrid and the Python tool: correct answers, rewards, and attempts to cheat."""
 
-from __future__ import annotations
-
 import os
 import string
 from typing import Any

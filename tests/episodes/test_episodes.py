@@ -1,7 +1,5 @@
 """Kept episodes: what is in the files, that it is exact, and that nothing damages them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

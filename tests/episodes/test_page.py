@@ -1,7 +1,5 @@
 """The page of a run: what it holds, and what it never holds."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

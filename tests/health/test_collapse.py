@@ -1,7 +1,5 @@
 """A collapse is found; runs that are good, noisy or short-spoken are not blamed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`gspo-env diagnose`: every rule on both sides of its threshold, and real runs that fail."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """A run on which nothing can be learned stops before it trains; others say so once."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models that the tests of the learner share."""
 
-from __future__ import annotations
-
 import architectures
 import pytest
 

@@ -1,7 +1,5 @@
 """Half-precision weights train as float32 weights do: their masters keep what rounding loses."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 

@@ -1,7 +1,5 @@
 """KL, memory options and mixture of experts: each gives the expected numbers."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Losses: their settings, how the learner uses them, and custom losses."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Out of memory in a pass: halves give the gradient of the whole, and one sequence is an error."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """The losses against numbers of TRL, by hand and against the reference, and their invariances."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

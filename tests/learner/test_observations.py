@@ -1,7 +1,5 @@
 """The next-observation loss: which tokens it has, its gradient, and what it leaves alone."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Two rows of a minibatch at the same time: the same sums as one after another."""
 
-from __future__ import annotations
-
 import copy
 import os
 

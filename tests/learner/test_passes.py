@@ -1,7 +1,5 @@
 """The learner's parts: prepare, score, backward, step; and dropout, which is off in all of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from functools import partial

@@ -1,7 +1,5 @@
 """Episodes of several sequences have one ratio, one length and one weight, however cut."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import partial

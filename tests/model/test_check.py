@@ -1,7 +1,5 @@
 """The check at start: a model runs as itself in packed rows and in the engine, or one by one."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import logging

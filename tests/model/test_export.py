@@ -1,7 +1,5 @@
 """Exported weights are those that `save_pretrained` writes, with adapters merged in."""
 
-from __future__ import annotations
-
 import copy
 
 import architectures

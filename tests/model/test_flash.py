@@ -3,8 +3,6 @@
 The kernels run on a reference that takes the same calls, in float64, or on a pretend GPU.
 """
 
-from __future__ import annotations
-
 import flash_reference
 import pytest
 import torch

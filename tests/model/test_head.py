@@ -1,7 +1,5 @@
 """The chunked head: values and gradients of full logits, for every chunk size."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

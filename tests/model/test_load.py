@@ -1,7 +1,5 @@
 """Models are loaded as data; the seed decides an adapter's first weights."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import ctypes

@@ -1,7 +1,5 @@
 """Products of oneDNN in place of MKL's: the same numbers, wherever a tensor comes from."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

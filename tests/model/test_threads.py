@@ -1,7 +1,5 @@
 """The number of CPU threads, and how they wait for each other."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """A model whose tokenizer has fewer ids, and whose makers list several ends of an action."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

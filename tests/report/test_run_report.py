@@ -1,7 +1,5 @@
 """The report of runs: arms, bands, escaped texts, and a command that gives the same settings."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """What a run prints at its start and at its end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Rollouts: the trained tokens are the sampled ones, and every episode has a stop reason."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

@@ -1,7 +1,5 @@
 """Compacted episodes: a summary is sampled, trained and credited, and the next sequence has it."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from types import SimpleNamespace

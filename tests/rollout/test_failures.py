@@ -1,7 +1,5 @@
 """A failure of an environment costs one attempt at one episode, and every failure is counted."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sqlite3
@@ -31,7 +29,7 @@ class Asks(Small):
 class Counted(Asks):
     """Fails as `fault` says in the first step of the instances with the numbers in `bad`."""
 
-    made: list[Counted]
+    made: list
     bad: frozenset[int] = frozenset()
     fault = "raise"
     closed = 0

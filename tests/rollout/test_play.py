@@ -1,7 +1,5 @@
 """One loop plays every policy, and one function decides the outcome."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 

@@ -1,7 +1,5 @@
 """A rollout without progress logs what it is waiting for; one with progress does not."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

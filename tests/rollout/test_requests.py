@@ -1,7 +1,5 @@
 """What an environment may ask of the next action: a conversation, limits and stop texts."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from dataclasses import replace

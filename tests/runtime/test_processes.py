@@ -1,7 +1,5 @@
 """Child processes and temporary folders end with the process that made them, however it ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

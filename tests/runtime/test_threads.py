@@ -1,7 +1,5 @@
 """Code that calls an environment has a limit on each call, and says where a call hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

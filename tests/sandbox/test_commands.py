@@ -1,7 +1,5 @@
 """Attacks by commands in the sandbox, which may speak TCP with one socket of the caller."""
 
-from __future__ import annotations
-
 import errno
 import os
 import select

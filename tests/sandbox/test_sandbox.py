@@ -3,8 +3,6 @@
 Without isolation these tests fail and give the reason; `GSPO_ENV_NO_SANDBOX=1` skips them.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

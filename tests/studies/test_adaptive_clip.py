@@ -1,7 +1,5 @@
 """The clip range that follows the credit of a turn, by hand and against GSPO by turn."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The exact formulas for the problem of decision density, against enumeration and sampling."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The exact expectations agree with sampled groups, and show what a divisor does."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The table of losses: exact where the mathematics says so, and equal to the other enumeration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

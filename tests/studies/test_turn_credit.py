@@ -1,7 +1,5 @@
 """Published ways to credit turns: their equations by hand, and what the table says of them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The adapters over the real libraries, offline; run with `pytest -m trackers`."""
 
-from __future__ import annotations
-
 import struct
 import time
 

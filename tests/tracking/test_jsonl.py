@@ -1,7 +1,5 @@
 """What is on disk arrives at a tracker once, whatever happens to the tracker or the process."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

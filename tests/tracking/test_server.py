@@ -1,7 +1,5 @@
 """A real MLflow server that is killed and restarted during a run; `pytest -m trackers`."""
 
-from __future__ import annotations
-
 import pytest
 
 from gspo_env.tracking import MLflow, RunInfo, Span, Trace, start

@@ -1,7 +1,5 @@
 """Trackers in a training: by name on the command line, failing, or pointing nowhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

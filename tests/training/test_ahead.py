@@ -1,7 +1,5 @@
 """Real runs whose rollout goes on while the learner updates."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -1,7 +1,5 @@
 """Curricula: options follow from the results alone, and what is no option is named."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

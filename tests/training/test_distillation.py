@@ -1,7 +1,5 @@
 """On-policy distillation: the teacher's log-ratio as the advantage of each token."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Real processes that are stopped, killed, or cannot write: what is saved, and how they resume."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

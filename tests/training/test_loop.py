@@ -1,7 +1,5 @@
 """The training loop where there is little to train on."""
 
-from __future__ import annotations
-
 import runs
 
 from gspo_agents.gspo import GSPOAgent

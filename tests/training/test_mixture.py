@@ -1,7 +1,5 @@
 """Several environments in one run: tasks, credit, metrics, evaluation and resume by environment."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

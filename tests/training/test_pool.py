@@ -1,7 +1,5 @@
 """The pool of tasks: what it draws, and that a resumed run draws the same."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 

@@ -1,7 +1,5 @@
 """A run that is resumed from a checkpoint is the same run, bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

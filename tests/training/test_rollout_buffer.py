@@ -1,7 +1,5 @@
 """The rollout buffer in virtual time: no group is too old, who waits for whom, how it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -1,7 +1,5 @@
 """Held-out tasks: training plays no task of the evaluation, and a summary says what is known."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import shutil

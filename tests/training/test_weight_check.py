@@ -1,7 +1,5 @@
 """The probe after an update of the weights notices an engine that is not the trained model."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import math
