@@ -193,8 +193,10 @@ def load_module(where: str) -> ModuleType:
     if not where.endswith(".py"):
         try:
             return importlib.import_module(where)
-        except (ValueError, TypeError) as error:  # not a valid name
-            raise ImportError(str(error)) from error
+        except ImportError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ImportError(f"it raised {type(error).__name__}: {error}") from error
     path = Path(os.path.expanduser(where)).resolve()
     if not path.is_file():
         raise ImportError(f"the file {where} does not exist")

@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 from gspo_env.redaction import log_to_terminal
-from gspo_env.runtime.processes import die_with_parent
+from gspo_env.runtime.processes import die_with_parent, usable_cores
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ def in_processes(
         workers: Processes at a time.
         lost: Called with each job whose processes died; it counts as done.
     """
-    threads = max(1, (os.cpu_count() or 1) // workers)
+    threads = max(1, usable_cores() // workers)
     waiting = list(jobs)
     others = active_children()
     for _ in range(_ATTEMPTS):

@@ -7,7 +7,6 @@ import difflib
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from gspo_env.errors import ConfigError, GspoEnvError, OutputError
 from gspo_env.files import check_folder, read_file, regular_file
 from gspo_env.health.evaluation import check_comparison
 from gspo_env.redaction import redact, redact_text, visible, write_text
+from gspo_env.runtime.processes import usable_cores
 from gspo_env.tracking.base import RunInfo, TrackerChoice
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker, check_trackers, parts
@@ -184,7 +184,7 @@ def compare(
     _claim(comparison, output)
     runs = list(planned(comparison, output))
     with Recorder(tracker, output, _describe(comparison), say) as record:
-        for result in _results(runs, comparison.workers or os.cpu_count() or 1, say):
+        for result in _results(runs, comparison.workers or usable_cores(), say):
             say(f"{result.run.name}: {_score(result, comparison.metric)}")
             record.child(result)
         results = [read(run) for run in runs]

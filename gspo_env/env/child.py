@@ -80,10 +80,10 @@ class _Host:
         parse_step(self.name, result)
         return _sendable(result)
 
-    def expert_action(self, noise: float) -> str:
+    def expert_action(self, noise: float) -> Any:
         if not self.env.has_wrapper_attr("expert_action"):
             raise NotImplementedError(f"{self.name} has no expert_action")
-        return str(self.env.get_wrapper_attr("expert_action")(noise))
+        return self.env.get_wrapper_attr("expert_action")(noise)
 
     def close(self) -> None:
         self.env.close()

@@ -79,9 +79,9 @@ class IsolatedEnv(TextEnv):
         observation, reward, terminated, truncated = result
         return observation, reward, terminated, truncated, _with_tools(info)
 
-    def expert_action(self, noise: float = 0.0) -> str:
+    def expert_action(self, noise: float = 0.0) -> Any:
         """Returns the demonstrator's next action."""
-        return str(self._call("expert_action", noise=noise))
+        return self._call("expert_action", noise=noise)
 
     def close(self) -> None:
         """Closes the environment and ends the process."""

@@ -210,7 +210,11 @@ def demonstrator(noise: float = 0.0) -> Policy:
         if not inputs.env.has_wrapper_attr("expert_action"):
             raise NotImplementedError(f"{inputs.env} has no expert_action")
         try:
-            return str(attempt(inputs.env.get_wrapper_attr("expert_action"), noise))
+            action = attempt(inputs.env.get_wrapper_attr("expert_action"), noise)
+            if not isinstance(action, str):
+                text = f"{reprlib.repr(action)} of type {type(action).__name__}, expected a str."
+                raise EnvironmentContractError(f"expert_action() is {text}")
+            return action
         except NotImplementedError:
             raise
         except Exception as error:

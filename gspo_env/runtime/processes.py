@@ -131,6 +131,11 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def usable_cores() -> int:
+    """Returns the number of cores that this process may use, which a scheduler may have limited."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def adopt_descendants() -> None:
     """Makes descendants whose parents have ended children of the calling process, on Linux."""
     if sys.platform == "linux":

@@ -111,14 +111,24 @@ def test_another_class_with_the_name_of_the_first_is_said(caplog) -> None:
     assert caplog.text.rstrip().endswith("a.Twice")
 
 
-def test_files_without_the_class_or_with_errors_are_the_same_error(tmp_path: Path) -> None:
-    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+def test_a_file_without_the_class_is_an_error(tmp_path: Path) -> None:
+    good = tmp_path / "good.py"
     good.write_text(FILE_ENV)
-    bad.write_text("1 / 0")
     with pytest.raises(UnknownEnvironmentError, match="no environment 'NotAnEnv'"):
         gspo_env.resolve_env(f"{good}:NotAnEnv")
-    with pytest.raises(UnknownEnvironmentError, match="ZeroDivisionError"):
-        gspo_env.resolve_env(f"{bad}:Env")
+
+
+@pytest.mark.parametrize("suffix", [".py", ""])
+@pytest.mark.parametrize("code", ["1 / 0", "class E(:", "raise SystemExit(3)", "int('x')"])
+def test_a_file_or_module_that_raises_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, suffix: str
+) -> None:
+    name = f"bad_{len(code)}"
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnknownEnvironmentError, match=r"cannot be imported: .*raised \w+"):
+        gspo_env.resolve_env(f"{name}{suffix}:Env")
 
 
 def test_arguments_reach_the_environment_and_bad_ones_are_named() -> None:

@@ -326,13 +326,23 @@ def test_a_process_with_a_stuck_environment_ends():
     assert done.stdout.strip() == "env_timeout"
 
 
-def test_an_expert_that_raises_is_a_failure_of_its_environment():
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (KeyError("room"), "expert_action() raised KeyError: 'room' ("),
+        (None, "expert_action() is None of type NoneType, expected a str."),
+        (5, "expert_action() is 5 of type int, expected a str."),
+    ],
+)
+def test_an_expert_without_an_action_is_a_failure_of_its_environment(action, words):
     from gspo_env.rollout.play import demonstrator
 
     class Expert(counted(blocking=False)):
         def expert_action(self, noise=0.0):
-            raise KeyError("room")
+            if isinstance(action, Exception):
+                raise action
+            return action
 
     episode = play_now(Expert(), Task(env_id="x", seed=0), demonstrator())
     assert episode.stop_reason in FAILURES
-    assert "expert_action() raised KeyError: 'room' (" in episode.error
+    assert words in episode.error

@@ -199,3 +199,14 @@ def test_workers_of_a_comparison_end_with_it_busy_or_idle(tmp_path):
         assert len(family) == 3  # two workers and Python's resource tracker
         trainer.kill()
     assert eventually(lambda: not any(map(is_alive, family)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit a process to cores")
+def test_only_the_cores_that_the_process_may_use_are_counted():
+    program = (
+        "import os; from gspo_env.runtime.processes import usable_cores\n"
+        "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
+        "print(usable_cores())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "1\n", done.stderr

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +37,7 @@ from gspo_env.engines.vllm.requests import (
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.errors import EngineError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
-from gspo_env.runtime.processes import PrivateFolder
+from gspo_env.runtime.processes import PrivateFolder, usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +270,7 @@ class VLLMServerEngine(ServerRequests):
     def _environment(self, kv_cache_gib: float, replicas: int) -> dict[str, str]:
         environment = {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // replicas)),
+            "OMP_NUM_THREADS": str(max(1, usable_cores() // replicas)),
             "OMP_WAIT_POLICY": "passive",  # the learner and other servers need the cores as well
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(kv_cache_gib))),
             "VLLM_LOGGING_LEVEL": "ERROR",
