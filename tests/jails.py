@@ -59,6 +59,12 @@ def is_alive(pid: int | str) -> bool:
     return False
 
 
+def run_python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these arguments; returns how it ended and what it printed."""
+    options = {"capture_output": True, "text": True, "timeout": 240, **options}
+    return subprocess.run([sys.executable, *arguments], **options)
+
+
 @contextlib.contextmanager
 def serving(name: str, *arguments: str, port: int = 0) -> Iterator[tuple[int, Any]]:
     """Runs a server of this folder; yields its port, a free one by default, and the process."""

@@ -1,11 +1,10 @@
 """The Python blocks of the documentation run as written, in order, and print what they say."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from jails import run_python
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -59,9 +58,7 @@ def test_the_python_blocks_of_a_page_run_in_order_and_print_what_they_say(page, 
             script += [f"{name}()" for name in re.findall(r"^def (test_\w+)\(", block, re.M)]
             shown += expected(block)
     (tmp_path / "page.py").write_text("\n".join(script))
-    done = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    done = run_python("page.py", cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     for text in shown:

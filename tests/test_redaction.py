@@ -3,13 +3,12 @@
 import json
 import os
 import stat
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jails import run_python
 
 from gspo_env import redaction
 from gspo_env.config import Config, from_dict, to_dict, to_toml
@@ -180,9 +179,7 @@ def test_log_lines_tracebacks_errors_and_the_progress_show_no_secret():
         "Progress().line(secret)\n"
         "main([secret])\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    ended = run_python("-c", code)
     assert ended.returncode == 2
     assert "a1b2a1b2" not in ended.stdout + ended.stderr
     assert (ended.stdout + ended.stderr).count("[redacted]") >= 4

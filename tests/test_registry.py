@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import subprocess
-import sys
 import typing
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -11,6 +9,7 @@ from typing import Annotated, Literal
 import numpy as np
 import pytest
 from annotated_types import Ge, Gt, Interval
+from jails import run_python
 
 from gspo_env.config import Config
 from gspo_env.errors import ConfigError
@@ -62,7 +61,7 @@ def test_no_choice_needs_a_heavy_library_to_be_described():
         "[find(kind, name)() for kind in BUILTIN for name in BUILTIN[kind]]\n"
         "print({'torch', 'transformers', 'mlflow', 'vllm'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python("-c", code)
     assert done.stdout.strip() == "set()", done.stderr
 
 

@@ -1,11 +1,10 @@
 """Calls that nothing marks but the name of a tool: in Python, in blocks of code and in tags."""
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from jails import run_python
 from shop import TOOLS, as_text, step
 
 from gspo_env.tool_calls import ToolCallError, parse_message, parse_tool_calls, read_action
@@ -248,8 +247,7 @@ def test_a_text_without_such_a_call_does_not_load_its_reader():
         "assert 'gspo_env.tool_names' not in sys.modules\n"
         "assert p('leave()', t.TOOLS) == [t.LEAVE]; assert 'gspo_env.tool_names' in sys.modules"
     )
-    folder = str(Path(__file__).parent)
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=folder, timeout=120)
+    run_python("-c", code, check=True, cwd=Path(__file__).parent)
 
 
 def test_a_block_of_code_before_the_last_is_counted_and_not_lost():

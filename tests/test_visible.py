@@ -1,14 +1,13 @@
 """Text that a stranger wrote does not act on a terminal, an editor or a picture."""
 
 import logging
-import subprocess
-import sys
 import unicodedata
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from jails import run_python
 from safetensors.torch import load_file, save_file
 from turns import episode, turn
 
@@ -81,8 +80,7 @@ def test_the_names_of_tensors_have_no_escape_sequence(capfd, tmp_path, model, to
         "import sys; from gspo_env.env.registration import hide_progress_bars; "
         "from gspo_env.model.load import load_model; hide_progress_bars(); load_model(sys.argv[1])"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    said = run_python("-c", code, str(tmp_path), check=True).stderr
     assert "forged" in said or "31m" in said
     assert not {"\x1b", "\x07", "\r", "\u202e"} & set(said)
 

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from cli_errors import refused
+from jails import run_python
 from runs import write_env
 
 from gspo_env.cli.main import main, parse
@@ -184,13 +185,8 @@ def test_vllm_that_is_not_installed_is_said_before_the_model_is_made(capsys, tmp
 def test_a_reader_that_closes_the_output_gets_no_traceback(arguments):
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "gspo_env", *arguments],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    pipes = {"capture_output": False, "stdout": writer, "stderr": subprocess.PIPE}
+    done = run_python("-m", "gspo_env", *arguments, **pipes)
     os.close(writer)
     assert "Traceback" not in done.stderr
     assert "BrokenPipeError" not in done.stderr

@@ -2,12 +2,11 @@
 
 import copy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from cli_errors import refused
+from jails import run_python
 from runs import write_env
 
 from gspo_env.cli.main import main, parse
@@ -99,12 +98,7 @@ def test_help_is_a_command_and_what_is_printed_without_one(capsys, arguments):
 def test_an_unknown_environment_is_named_before_torch_is_imported(env):
     code = "import sys; from gspo_env.cli.main import main\ntry:\n    main(sys.argv[1:])\n"
     code += "finally:\n    print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "train", "--env", *env.split()],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-c", code, "train", "--env", *env.split())
     assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
     assert "none" in done.stderr or "Lookup" in done.stderr
 
@@ -200,16 +194,10 @@ def test_the_end_runs_the_handlers_of_libraries_and_frees_no_modules(tmp_path):
         "raise KeyboardInterrupt",
     ]
     (tmp_path / "stops.py").write_text("\n".join(lines))
-    command = [sys.executable, "-m", "gspo_env", "train", "--env", "stops.py:Env"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_python("-m", "gspo_env", "train", "--env", "stops.py:Env")
     assert (done.returncode, done.stdout) == (130, "handled\n"), done.stderr
     (tmp_path / "stops.py").write_text("\n".join(lines[:-1]) + ENV)
-    done = subprocess.run(
-        [sys.executable, "-m", "gspo_env", "envs", "--check", "stops.py:Yes"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-m", "gspo_env", "envs", "--check", "stops.py:Yes")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("handled\n"), done.stdout
 
@@ -217,9 +205,7 @@ def test_the_end_runs_the_handlers_of_libraries_and_frees_no_modules(tmp_path):
 def test_the_version_and_the_module(capsys):
     main(["--version"])
     assert capsys.readouterr().out.startswith("gspo-env 0.")
-    done = subprocess.run(
-        [sys.executable, "-m", "gspo_env", "envs"], capture_output=True, text=True
-    )
+    done = run_python("-m", "gspo_env", "envs")
     assert done.returncode == 0, done.stderr
     assert "gspo/Lookup-v0" in done.stdout
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from jails import eventually, is_alive, serving
+from jails import eventually, is_alive, run_python, serving
 
 from gspo_env.check.environment import check_env
 from gspo_env.env.registration import make_env
@@ -165,7 +164,7 @@ def test_the_end_of_the_program_ends_a_hanging_server():
         " timeout=8.0)\n"
         "env.reset(seed=0); print(env.step(call('pid', {}))[0]); env.step(call('hang', {}))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code, check=True)
     assert not is_alive(done.stdout.strip())
 
 

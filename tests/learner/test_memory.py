@@ -1,12 +1,12 @@
 """Out of memory in a pass: halves give the gradient of the whole, and one sequence is an error."""
 
-import subprocess
 import sys
 from functools import partial
 
 import learners
 import pytest
 import torch
+from jails import run_python
 
 from gspo_env.errors import TrainingError
 from gspo_env.learner import GSPO, DrGRPO
@@ -119,9 +119,7 @@ print(*found)
 def test_a_real_allocation_that_fails_is_halved():
     whole = {}
     exec(REAL, whole)
-    done = subprocess.run(
-        [sys.executable, "-c", REAL, "limited"], capture_output=True, text=True, check=False
-    )
+    done = run_python("-c", REAL, "limited")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "DefaultCPUAllocator" in done.stderr
     splits, *numbers = map(float, done.stdout.split()[-3:])

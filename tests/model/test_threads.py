@@ -2,10 +2,9 @@
 
 import os
 import platform
-import subprocess
-import sys
 
 import pytest
+from jails import run_python
 
 AGENT = """
 import gspo_env, torch
@@ -25,11 +24,7 @@ print(torch.get_num_threads())
 
 def run(program: str, **variables: str) -> str:
     rest = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(
-        command, env=rest | variables, capture_output=True, text=True, timeout=120, check=True
-    )
-    return done.stdout.strip()
+    return run_python("-c", program, env=rest | variables, check=True).stdout.strip()
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import sqlite3
-import subprocess
 import sys
 import textwrap
 import threading
@@ -12,6 +11,7 @@ from functools import partial
 
 import pytest
 import rollouts
+from jails import run_python
 from rollouts import collector, episodes
 from small_env import Small
 
@@ -316,13 +316,7 @@ def test_a_process_with_a_stuck_environment_ends():
     print(asyncio.run(main()))
     pool.close()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = run_python("-c", textwrap.dedent(program), check=True)
     assert done.stdout.strip() == "env_timeout"
 
 

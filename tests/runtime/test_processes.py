@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jails import eventually, is_alive
+from jails import eventually, is_alive, run_python
 
 from gspo_env.runtime.processes import PrivateFolder, spawn
 
@@ -139,10 +139,7 @@ def test_a_process_that_was_forked_does_not_keep_a_folder(tmp_path):
     print(folder.path.exists())
     os.kill(pid, 9)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, timeout=50
-    )
-    assert done.stdout.split() == [b"False"]
+    assert run_python("-c", textwrap.dedent(code), timeout=50).stdout.split() == ["False"]
 
 
 TOOLS = """

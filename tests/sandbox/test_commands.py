@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from jails import eventually, imprisoned, program, require_isolation
+from jails import eventually, imprisoned, program, require_isolation, run_python
 
 from gspo_env.sandbox import PORT, CommandEnd, Sandbox, find_missing_for_commands
 
@@ -37,8 +37,7 @@ def inside(code: str, box: Sandbox = BOX, **variables: str) -> CommandEnd:
 
 
 def outside(code: str) -> str:
-    command = [sys.executable, "-I", "-c", code]
-    return subprocess.run(command, timeout=60, text=True, capture_output=True).stdout
+    return run_python("-I", "-c", code).stdout
 
 
 def attempts(tries: Sequence[str]) -> str:

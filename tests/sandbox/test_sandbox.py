@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jails import eventually, imprisoned, program, require_isolation
+from jails import eventually, imprisoned, program, require_isolation, run_python
 
 from gspo_env.errors import ConfigError
 from gspo_env.sandbox import Sandbox, SandboxResult, Stop, find_missing
@@ -34,8 +34,7 @@ def isolation() -> None:
 
 def outside(code: str, **options: Any) -> str:
     """The output of a program without a sandbox."""
-    options = {"timeout": 60, "text": True, "capture_output": True} | options
-    return subprocess.run([sys.executable, "-I", "-c", code], **options).stdout
+    return run_python("-I", "-c", code, **options).stdout
 
 
 def inside(code: str, box: Sandbox = BOX, **options: Any) -> SandboxResult:
@@ -624,9 +623,7 @@ def test_without_isolation_it_refuses_unless_told_otherwise() -> None:
     import gspo_env.sandbox
 
     file = gspo_env.sandbox.__file__
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSED, file], capture_output=True, text=True, timeout=60
-    )
+    done = run_python("-c", REFUSED, file)
     refusal, unsafe, limits, escaped = done.stdout.splitlines()
     assert "unshare of user, mount, PID and network namespaces: Operation not perm" in refusal
     assert "allow_unsafe=True" in refusal
@@ -661,6 +658,5 @@ def test_a_trial_that_fails_is_repeated_a_minute_later_and_a_success_is_kept():
         sandbox.launch = fail
         print(sandbox.find_missing())
     """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_python("-c", textwrap.dedent(code), check=True)
     assert done.stdout.splitlines() == ["no process can be started now"] * 2 + ["None"] * 2

@@ -7,15 +7,13 @@ import multiprocessing
 import os
 import select
 import socket
-import subprocess
-import sys
 import threading
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx2 as httpx
 import pytest
-from jails import eventually
+from jails import eventually, run_python
 from serving_policy import Policy
 
 from gspo_env.errors import ConfigError
@@ -356,8 +354,8 @@ def test_the_address_starts_at_its_first_use_and_ends_with_the_process():
         "address().open(never)\n"
         "print(address().host)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, b"127.0.0.1", b"")
+    done = run_python("-c", program, timeout=60)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "127.0.0.1", "")
 
 
 def fork_and_answer(pipe):

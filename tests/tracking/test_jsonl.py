@@ -5,8 +5,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jails import run_python
 
 from gspo_env.errors import OutputError
 from gspo_env.tracking import MLflow, MultiTracker, NoTracker, RunInfo, start
@@ -392,7 +391,7 @@ for step in range(500):
 
 
 def test_points_of_a_killed_process_arrive_when_the_run_goes_on(store, tmp_path):
-    ended = subprocess.run([sys.executable, "-c", KILLED, store, str(tmp_path)], check=False)
+    ended = run_python("-c", KILLED, store, str(tmp_path))
     assert ended.returncode == -signal.SIGKILL
     first = Received.load(tmp_path, "mlflow")
     assert len(lines(tmp_path)) == 301
