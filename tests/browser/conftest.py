@@ -1,9 +1,6 @@
 """A real Chromium: the system's if there is one, else the one that Playwright has installed."""
 
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from runs import tiny
@@ -22,7 +19,7 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def chromium(run: Path) -> Iterator[Any]:  # Playwright's loop runs in this thread: train before
+def chromium(run):  # Playwright's loop runs in this thread: train before
     from playwright.sync_api import sync_playwright
 
     system = next(filter(None, map(shutil.which, NAMES)), None)

@@ -14,14 +14,7 @@ from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.tool_calls import parse_message
-from gspo_env.types import (
-    Group,
-    Message,
-    Prompt,
-    StepInfo,
-    Task,
-    ToolCall,
-)
+from gspo_env.types import Group, Message, Prompt, StepInfo, Task, ToolCall
 
 TASK = Task(env_id="test", seed=0)
 
@@ -228,11 +221,7 @@ def test_a_call_that_comes_back_as_a_field_is_the_sampled_action():
     assert saying.recognize(assistant("the", tool_calls=(call,))) is None
 
 
-SPELLED = [
-    '{"word": "amber \\u00e9 \\/"}',
-    '{"n": 1e3, "x": 1.50}',
-    '{"word": null}',
-]
+SPELLED = ['{"word": "amber \\u00e9 \\/"}', '{"n": 1e3, "x": 1.50}', '{"word": null}']
 
 
 @pytest.mark.parametrize(

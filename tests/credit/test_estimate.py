@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from gspo_env.credit import Outcome, ReturnsToGo, estimate
 from gspo_env.errors import ConfigError
-from gspo_env.types import Group, StopReason
+from gspo_env.types import StopReason
 
 UNEQUAL = group(
     episode(1, 2), episode(3), episode(0, 0, 0, stop=StopReason.MAX_TURNS), episode(6, 0)
 )
 
 
-def test_outcome_by_hand() -> None:
+def test_outcome_by_hand():
     # returns 3, 3, 0, 6: mean 3, population variance 18 / 4
     std = np.sqrt(4.5)
     scaled = Outcome(scale="std").advantages(UNEQUAL)
@@ -34,7 +34,7 @@ def test_outcome_by_hand() -> None:
     check(scaled, [0, 0], [0], [-3 / 6**0.5] * 3, [3 / 6**0.5] * 2)
 
 
-def test_returns_to_go_by_hand() -> None:
+def test_returns_to_go_by_hand():
     # returns-to-go: [3, 2], [3], [0, 0, 0], [6, 0]; everything sums to 14 over 8 turns
     rows = ReturnsToGo(scale="none").advantages(UNEQUAL)
     # only one episode reaches turn 3: its baseline is 14 / 5, over the five turns of the others
@@ -45,7 +45,7 @@ def test_returns_to_go_by_hand() -> None:
 
 
 @pytest.mark.parametrize("function", [Outcome().advantages, ReturnsToGo().advantages])
-def test_errors_and_nothing_to_compare_get_zeros(function: Any) -> None:
+def test_errors_and_nothing_to_compare_get_zeros(function):
     check(function(group(episode(1, 2))), [0, 0])
     check(function(group(episode(1, 1), episode(1, 1), episode(1, 1))), [0, 0], [0, 0], [0, 0])
     failed = episode(9, 9, stop=StopReason.ERROR)
@@ -60,9 +60,7 @@ rewards = st.lists(st.lists(FINITE, min_size=3, max_size=3), min_size=3, max_siz
 
 
 @given(rewards=rewards, shift=FINITE, gamma=st.sampled_from([0.5, 1.0]))
-def test_shift_of_all_rewards_changes_nothing(
-    rewards: list[list[float]], shift: float, gamma: float
-) -> None:
+def test_shift_of_all_rewards_changes_nothing(rewards, shift, gamma):
     before = group(*(episode(*row) for row in rewards))
     after = group(*(episode(*(r + shift for r in row)) for row in rewards))
     for scale in ("std", "none"):
@@ -72,7 +70,7 @@ def test_shift_of_all_rewards_changes_nothing(
                 np.testing.assert_allclose(a, b, atol=1e-8)
 
 
-def test_estimate_scales_over_the_batch_and_counts() -> None:
+def test_estimate_scales_over_the_batch_and_counts():
     groups = [group(episode(2), episode(0)), group(episode(1), episode(1)), UNEQUAL]
     credit = estimate(groups, Outcome(scale="batch"))
     assert Outcome() == Outcome(scale="none")
@@ -94,7 +92,7 @@ class Own:
 
     result: Any
 
-    def advantages(self, group: Group) -> Any:
+    def advantages(self, group):
         return self.result
 
 
@@ -108,7 +106,7 @@ class Own:
         ([["a", "b"]], "expected numbers"),
     ],
 )
-def test_wrong_result_names_the_estimator(result: Any, message: str) -> None:
+def test_wrong_result_names_the_estimator(result, message):
     with pytest.raises(ConfigError, match=f"Own'.*{message}"):
         estimate([group(episode(1, 1))], Own(result))
 

@@ -1,7 +1,6 @@
 """The estimators other than `outcome` and `returns_to_go`, against numbers computed by hand."""
 
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,7 +159,7 @@ def test_advantages_are_scaled_to_the_wanted_root_mean_square():
     assert credit.rms == pytest.approx(0.5)
 
 
-def test_an_estimator_may_give_one_advantage_for_each_token(tmp_path: Path):
+def test_an_estimator_may_give_one_advantage_for_each_token(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass\n"
         "import numpy as np\n"

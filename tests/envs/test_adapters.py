@@ -17,7 +17,7 @@ GEM = "game:GuessTheNumber-v0-easy"
 adapters = pytest.mark.adapters
 
 
-def play(env: Any, seed: int, *actions: str) -> list[tuple[Any, ...]]:
+def play(env, seed, *actions):
     env.reset(seed=seed)
     return [env.step(action)[:4] for action in actions]
 
@@ -25,17 +25,17 @@ def play(env: Any, seed: int, *actions: str) -> list[tuple[Any, ...]]:
 class Dice(ForeignEnv):
     """A careless environment: it draws from both global generators and may raise."""
 
-    def begin(self, seed: int, options: dict[str, Any]) -> Any:
+    def begin(self, seed, options):
         random.seed(seed)
         return str(random.random()), {}
 
-    def act(self, action: str) -> Any:
+    def act(self, action):
         if action == "crash":
             raise IndexError("no such die")
         return f"{random.random()} {np.random.random()}", 1.0, False, False, {}
 
 
-def test_private_streams_make_a_careless_package_repeat_and_leave_ours_alone() -> None:
+def test_private_streams_make_a_careless_package_repeat_and_leave_ours_alone():
     one, two = Dice(), Dice()
     before = random.getstate(), repr(np.random.get_state())
     alone = play(one, 7, "throw", "throw")
@@ -49,9 +49,7 @@ def test_private_streams_make_a_careless_package_repeat_and_leave_ours_alone() -
     assert (random.getstate(), repr(np.random.get_state())) == before
 
 
-def test_a_package_that_raises_on_an_action_ends_the_episode_and_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_package_that_raises_on_an_action_ends_the_episode_and_says_so(caplog):
     env = Dice()
     for _ in range(2):
         env.reset(seed=0)
@@ -66,14 +64,14 @@ def test_a_package_that_raises_on_an_action_ends_the_episode_and_says_so(
     assert env.reset(seed=0)
 
 
-def test_an_adapter_has_a_limit_of_turns() -> None:
+def test_an_adapter_has_a_limit_of_turns():
     env = Dice(max_turns=2)
     assert [step[3] for step in play(env, 0, "a", "b")] == [False, True]
     with pytest.raises(ConfigError, match="max_turns is 0"):
         Dice(max_turns=0)
 
 
-def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_its_extra(monkeypatch):
     for name in ("TextArena", "ReasoningGym", "GEM", "MiniGrid"):
         extra = "reasoning-gym" if name == "ReasoningGym" else name.lower()
         monkeypatch.setitem(sys.modules, extra.replace("-", "_"), None)
@@ -81,9 +79,7 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
             make_env(f"gspo/{name}-v0")
 
 
-def test_loading_a_package_keeps_our_logging(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_loading_a_package_keeps_our_logging(monkeypatch, tmp_path):
     (tmp_path / "noisy_package.py").write_text(
         "import logging\nlogging.basicConfig(level=1, force=True)\n"
     )
@@ -106,12 +102,12 @@ def test_loading_a_package_keeps_our_logging(
         ("gspo/GEM-v0", {"task": "rg:chain_sum"}),
     ],
 )
-def test_the_adapter_keeps_the_contract(env_id: str, arguments: dict[str, Any]) -> None:
+def test_the_adapter_keeps_the_contract(env_id, arguments):
     check_env(env_id) if not arguments else check_env(make_env(env_id, **arguments))
 
 
 @adapters
-def test_a_tower_of_hanoi_is_won_and_paid_at_the_end() -> None:
+def test_a_tower_of_hanoi_is_won_and_paid_at_the_end():
     env = make_env("gspo/TextArena-v0", game="TowerOfHanoi-v0")
     prompt, _ = env.reset(seed=0)
     assert "Tower of Hanoi with 3 disks" in prompt
@@ -126,7 +122,7 @@ def test_a_tower_of_hanoi_is_won_and_paid_at_the_end() -> None:
 
 
 @adapters
-def test_textarena_counts_invalid_moves_and_pays_what_is_done() -> None:
+def test_textarena_counts_invalid_moves_and_pays_what_is_done():
     env = make_env("gspo/TextArena-v0", game="TowerOfHanoi-v0", num_disks=2)
     steps = play(env, 0, "[B C]", "[B C]")
     assert "invalid move" in steps[0][0]
@@ -139,7 +135,7 @@ def test_textarena_counts_invalid_moves_and_pays_what_is_done() -> None:
 
 
 @adapters
-def test_a_game_that_confuses_reward_and_reason_is_still_paid() -> None:
+def test_a_game_that_confuses_reward_and_reason_is_still_paid():
     env = make_env("gspo/TextArena-v0", game="ThreeCardMonte-v0")
     env.reset(seed=0)
     env.step("nothing")
@@ -148,12 +144,12 @@ def test_a_game_that_confuses_reward_and_reason_is_still_paid() -> None:
     assert observation.endswith("Bad action. Use `[k]`.")
 
 
-def win(rng: random.Random, observation: str) -> str:
+def win(rng, observation):
     return "[col 3]"
 
 
 @adapters
-def test_other_players_are_played_by_the_opponent() -> None:
+def test_other_players_are_played_by_the_opponent():
     arguments = {"game": "ConnectFour-v0", "players": 2, "opponent": f"{__name__}:win"}
     env = make_env("gspo/TextArena-v0", **arguments)
     steps = play(env, 0, *(f"[col {n}]" for n in (0, 1, 0, 1)))
@@ -176,15 +172,13 @@ def test_other_players_are_played_by_the_opponent() -> None:
         ("gspo/GEM-v0", {"task": "game:Guess"}, "has no 'game:Guess'"),
     ],
 )
-def test_what_cannot_be_made_is_refused(
-    env_id: str, arguments: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_made_is_refused(env_id, arguments, message):
     with pytest.raises(ConfigError, match=message):
         make_env(env_id, **arguments)
 
 
 @adapters
-def test_word_games_name_the_word_lists_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_word_games_name_the_word_lists_they_need(monkeypatch):
     import nltk
 
     monkeypatch.setattr(nltk.data, "path", [])
@@ -198,7 +192,7 @@ def test_word_games_name_the_word_lists_they_need(monkeypatch: pytest.MonkeyPatc
 
 
 @adapters
-def test_reasoning_gym_pays_what_an_attempt_adds() -> None:
+def test_reasoning_gym_pays_what_an_attempt_adds():
     env: Any = make_env("gspo/ReasoningGym-v0", task="chain_sum", attempts=4)
     env.reset(seed=0)
     right = env.get_wrapper_attr("expert_action")()
@@ -217,11 +211,11 @@ def test_reasoning_gym_pays_what_an_attempt_adds() -> None:
 
 
 @adapters
-def test_an_answer_that_breaks_a_scorer_scores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_breaks_a_scorer_scores_nothing(monkeypatch):
     env: Any = make_env("gspo/ReasoningGym-v0", task="countdown")
     env.reset(seed=0)
 
-    def explode(answer: str, entry: Any) -> float:
+    def explode(answer, entry):
         raise SyntaxError(answer)
 
     monkeypatch.setattr(env.unwrapped._data, "score_answer", explode)
@@ -231,7 +225,7 @@ def test_an_answer_that_breaks_a_scorer_scores_nothing(monkeypatch: pytest.Monke
 
 
 @adapters
-def test_gem_shows_its_suffix_and_can_be_won() -> None:
+def test_gem_shows_its_suffix_and_can_be_won():
     env: Any = make_env("gspo/GEM-v0", task=GEM)
     prompt, _ = env.reset(seed=0)
     assert prompt.endswith("Enter your next guess.")

@@ -58,7 +58,7 @@ def crash(attempt):
 """
 
 
-def exact_match(attempt: Attempt) -> float:
+def exact_match(attempt):
     return float(attempt.text == attempt.row["answer"])
 
 

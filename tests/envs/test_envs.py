@@ -18,7 +18,7 @@ TASKS = ("Calculator", "Dialogue", "GuessNumber", "Lookup", "SQL", "Story", "Wor
 IDS = [f"gspo/{name}-v0" for name in TASKS]
 
 
-def play(env: Any, seed: int, noise: float = 0.0) -> tuple[str, list[ParsedStep]]:
+def play(env, seed, noise=0.0):
     """Play one episode with the scripted player."""
     prompt, _ = parse_reset("x", env.reset(seed=seed))
     steps: list[ParsedStep] = []
@@ -28,11 +28,11 @@ def play(env: Any, seed: int, noise: float = 0.0) -> tuple[str, list[ParsedStep]
 
 
 @pytest.fixture(params=IDS)
-def env(request: pytest.FixtureRequest) -> Any:
+def env(request):
     return make_env(request.param)
 
 
-def test_the_demonstrator_always_succeeds_without_noise(env: Any) -> None:
+def test_the_demonstrator_always_succeeds_without_noise(env):
     for seed in range(50):
         _, steps = play(env, seed)
         assert steps[-1][2]
@@ -43,7 +43,7 @@ def test_the_demonstrator_always_succeeds_without_noise(env: Any) -> None:
 
 
 @pytest.mark.parametrize("env_id", [*IDS, "gspo/KeyDoor-v0", "gspo/GymText-v0"])
-def test_gymnasium_makes_and_checks_an_environment_without_a_render_mode(env_id: str) -> None:
+def test_gymnasium_makes_and_checks_an_environment_without_a_render_mode(env_id):
     env = gymnasium.make(env_id)
     assert env.render_mode is None
     check_env(env.unwrapped, skip_render_check=False)
@@ -51,13 +51,13 @@ def test_gymnasium_makes_and_checks_an_environment_without_a_render_mode(env_id:
         gymnasium.make(env_id, render_mode="human")
 
 
-def test_lookup_pays_each_right_hop_once_and_the_answer() -> None:
+def test_lookup_pays_each_right_hop_once_and_the_answer():
     env: Any = make_env("gspo/Lookup-v0")
     prompt, _ = env.reset(seed=5, options={"hops": 2})
     start = prompt.split('"')[1]
     assert prompt == f'Follow 2 links from "{start}".'
 
-    def look(key: str) -> tuple[str, float]:
+    def look(key):
         result: tuple[str, float] = env.step(format_tool_call("lookup", {"key": key}))[:2]
         return result
 
@@ -74,7 +74,7 @@ def test_lookup_pays_each_right_hop_once_and_the_answer() -> None:
 
 
 @pytest.mark.parametrize("action", ["", "amber", "<answer>zebra</answer>", "<answer>"])
-def test_a_wrong_or_missing_answer_ends_without_reward(action: str) -> None:
+def test_a_wrong_or_missing_answer_ends_without_reward(action):
     for env_id in ("gspo/Lookup-v0", "gspo/Calculator-v0"):
         env = make_env(env_id)
         env.reset(seed=0)
@@ -83,7 +83,7 @@ def test_a_wrong_or_missing_answer_ends_without_reward(action: str) -> None:
         assert (info["success"], info["episodic_reward"]) == (False, 0.0)
 
 
-def test_calculator_expressions_have_their_value_and_pay_each_step() -> None:
+def test_calculator_expressions_have_their_value_and_pay_each_step():
     env = make_env("gspo/Calculator-v0")
     for seed in range(50):
         prompt, steps = play(env, seed)
@@ -93,7 +93,7 @@ def test_calculator_expressions_have_their_value_and_pay_each_step() -> None:
         assert 2 <= len(steps) - 1 <= 4
 
 
-def test_guesses_pay_only_while_possible() -> None:
+def test_guesses_pay_only_while_possible():
     env: Any = make_env("gspo/GuessNumber-v0", high=8)
     env.reset(seed=0)
     number = env.unwrapped._number
@@ -109,7 +109,7 @@ def test_guesses_pay_only_while_possible() -> None:
     ("env_id", "options"),
     [("gspo/Lookup-v0", {"hops": 99}), ("gspo/Calculator-v0", {"operations": "2"})],
 )
-def test_impossible_options_are_an_error(env_id: str, options: dict[str, Any]) -> None:
+def test_impossible_options_are_an_error(env_id, options):
     with pytest.raises(ConfigError, match="expected 1 to"):
         make_env(env_id).reset(seed=0, options=options)
 
@@ -124,7 +124,7 @@ NAMES += ("VariableLength", "Wordle")
 
 
 @pytest.mark.parametrize("env_id", [*KEYED, *(f"gspo/{name}-v0" for name in NAMES)])
-def test_seeds_have_the_same_task_key_if_and_only_if_they_play_the_same_task(env_id: str) -> None:
+def test_seeds_have_the_same_task_key_if_and_only_if_they_play_the_same_task(env_id):
     env: Any = make_env(env_id, **KEYED.get(env_id, {}))
     seeds: dict[str, list[int]] = {}
     for seed in range(80):
@@ -146,9 +146,7 @@ def test_seeds_have_the_same_task_key_if_and_only_if_they_play_the_same_task(env
         ("gspo/GymText-v0", {"env": "CliffWalking-v1"}),
     ],
 )
-def test_a_declared_number_of_tasks_is_the_number_of_keys(
-    env_id: str, arguments: dict[str, Any]
-) -> None:
+def test_a_declared_number_of_tasks_is_the_number_of_keys(env_id, arguments):
     env: Any = make_env(env_id, **arguments)
     number = env.get_wrapper_attr("num_tasks")
     keys = {env.reset(seed=seed)[1]["task_key"] for seed in range(16 * number + 20)}
@@ -164,9 +162,7 @@ def test_a_declared_number_of_tasks_is_the_number_of_keys(
         ("1" * 99 + " + 1", "expected two numbers with + or -"),
     ],
 )
-def test_the_calculator_of_a_story_computes_sums_of_two_numbers_only(
-    expression: str, result: str
-) -> None:
+def test_the_calculator_of_a_story_computes_sums_of_two_numbers_only(expression, result):
     env: Any = make_env("gspo/Story-v0", changes=(1, 8))
     env.reset(seed=1)
     observation, reward, *_ = env.step(format_tool_call("calculate", {"expression": expression}))
@@ -174,7 +170,7 @@ def test_the_calculator_of_a_story_computes_sums_of_two_numbers_only(
 
 
 @pytest.mark.parametrize("env_id", sorted(_BUILTIN))
-def test_any_actions_give_the_same_sound_episode_twice(env_id: str) -> None:
+def test_any_actions_give_the_same_sound_episode_twice(env_id):
     if "Python" in env_id and find_missing() and os.environ.get("GSPO_ENV_NO_SANDBOX") == "1":
         pytest.skip("the Python tool is NOT tested, GSPO_ENV_NO_SANDBOX is set")
     if not fuzz.play(env_id, count=100, seed=0):

@@ -38,11 +38,11 @@ class Gears(gymnasium.Env[Any, Any]):
     observation_space = spaces.Dict({"last": SPACES[-1], "note": spaces.Text(9)})
     action_space = SPACES[-1]
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         return {"last": {"gear": 0, "hands": (np.zeros(2, np.int8),) * 2}, "note": "go"}, {}
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         return {"last": action, "note": "done"}, 1.0, True, False, {}
 
 
@@ -59,13 +59,13 @@ for example in (Gears, Pixels, Graphs):
 
 
 @pytest.mark.parametrize("env_id", [*TOY_TEXT, "CartPole-v1", "Pendulum-v1", "tests/Gears-v0"])
-def test_the_environment_keeps_the_contract(env_id: str) -> None:
+def test_the_environment_keeps_the_contract(env_id):
     check_env(make_env("gspo/GymText-v0", env=env_id))
     check_env(make_env("gspo/GymText-v0", env=env_id, invalid_steps=True, invalid_reward=-1.0))
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_what_a_space_writes_it_reads_back(space: Any) -> None:
+def test_what_a_space_writes_it_reads_back(space):
     space.seed(0)
     for _ in range(20):
         value = space.sample()
@@ -77,7 +77,7 @@ def test_what_a_space_writes_it_reads_back(space: Any) -> None:
 
 @settings(max_examples=60)
 @given(text=st.text() | st.builds(json.dumps, st.recursive(st.floats() | st.text(), st.lists)))
-def test_reading_an_action_never_raises_and_gives_only_elements(text: str) -> None:
+def test_reading_an_action_never_raises_and_gives_only_elements(text):
     for space in SPACES:
         value = read_action(space, text, ("left", "right"))
         assert value is None or space.contains(value)
@@ -96,11 +96,11 @@ def test_reading_an_action_never_raises_and_gives_only_elements(text: str) -> No
         (spaces.Tuple((spaces.Discrete(2),)), "[1, 1]"),
     ],
 )
-def test_what_is_not_an_element_is_not_an_action(space: Any, text: str) -> None:
+def test_what_is_not_an_element_is_not_an_action(space, text):
     assert read_action(space, text) is None
 
 
-def test_frozen_lake_reads_as_a_map_and_names_its_actions() -> None:
+def test_frozen_lake_reads_as_a_map_and_names_its_actions():
     env: Any = make_env("gspo/GymText-v0", env="FrozenLake-v1", is_slippery=False)
     observation, info = env.reset(seed=0)
     assert observation == "@FFF\nFHFH\nFFFH\nHFFG\nYou are at row 0, column 0."
@@ -118,7 +118,7 @@ def test_frozen_lake_reads_as_a_map_and_names_its_actions() -> None:
         env.unwrapped.step("right")
 
 
-def test_taxi_and_blackjack_say_their_state_in_words() -> None:
+def test_taxi_and_blackjack_say_their_state_in_words():
     taxi, _ = make_env("gspo/GymText-v0", env="Taxi-v4").reset(seed=3)
     assert "The taxi is at row 3, column 0. The passenger is at G (row 0, column 4)." in taxi
     assert "@" in taxi.splitlines()[4]
@@ -129,7 +129,7 @@ def test_taxi_and_blackjack_say_their_state_in_words() -> None:
     assert info["state_key"] == "[16, 2, 0]"
 
 
-def test_falling_off_the_cliff_is_no_success_and_the_goal_is() -> None:
+def test_falling_off_the_cliff_is_no_success_and_the_goal_is():
     env = make_env("gspo/GymText-v0", env="CliffWalking-v1")
     observation, _ = env.reset(seed=0)
     assert observation.endswith("\nx  C  C  C  C  C  C  C  C  C  C  T\nYou are at row 3, column 0.")
@@ -140,7 +140,7 @@ def test_falling_off_the_cliff_is_no_success_and_the_goal_is() -> None:
     assert result[4]["success"] is True
 
 
-def test_an_unreadable_action_has_its_reward_and_the_environment_waits() -> None:
+def test_an_unreadable_action_has_its_reward_and_the_environment_waits():
     env = make_env("gspo/GymText-v0", env="FrozenLake-v1", invalid_reward=-0.25, max_turns=3)
     env.reset(seed=0)
     observation, reward, terminated, truncated, info = env.step("fly")
@@ -153,7 +153,7 @@ def test_an_unreadable_action_has_its_reward_and_the_environment_waits() -> None
     assert info["success"] is False
 
 
-def test_an_unreadable_action_may_be_a_random_step_instead() -> None:
+def test_an_unreadable_action_may_be_a_random_step_instead():
     env = make_env("gspo/GymText-v0", env="CliffWalking-v1", invalid_steps=True, invalid_reward=-5)
     rewards, maps = [], set()
     env.reset(seed=0)
@@ -173,9 +173,7 @@ def test_an_unreadable_action_may_be_a_random_step_instead() -> None:
         ("Taxi-v4", {}, None),
     ],
 )
-def test_the_demonstrator_solves_what_has_a_table_of_transitions(
-    name: str, arguments: dict[str, Any], best: float | None
-) -> None:
+def test_the_demonstrator_solves_what_has_a_table_of_transitions(name, arguments, best):
     env: Any = make_env("gspo/GymText-v0", env=name, **arguments)
     for seed in range(10):
         env.reset(seed=seed)
@@ -200,6 +198,6 @@ def test_the_demonstrator_solves_what_has_a_table_of_transitions(
         ({"env": "tests/Graphs-v0"}, "expected Box, Discrete"),
     ],
 )
-def test_what_cannot_be_text_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_text_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         make_env("gspo/GymText-v0", **arguments)

@@ -4,7 +4,6 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,18 +21,18 @@ adapters = pytest.mark.adapters
 NIM = {"game": "Nim-v0", "players": 2, "piles": [1, 2]}
 
 
-def first_legal(rng: random.Random, observation: str) -> str:
+def first_legal(rng, observation):
     """Takes one object of the first pile that is left."""
     piles = observation.rpartition("Current Pile:")[2].split("pile ")[1:]
     return next(f"[{text[0]} 1]" for text in piles if text[3] != "0")
 
 
-def play(env: Any, seed: int, *actions: str) -> list[Any]:
+def play(env, seed, *actions):
     """What reset and the steps return."""
     return [env.reset(seed=seed), *(env.step(action) for action in actions)]
 
 
-def test_what_is_no_opponent_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_opponent_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"opponent is 'runs/X'; expected 'random', the folder"):
         load_opponent("runs/X")
     assert load_opponent("random")[0]() is random_opponent
@@ -41,7 +40,7 @@ def test_what_is_no_opponent_is_refused(tmp_path: Path) -> None:
 
 
 @adapters
-def test_with_self_the_policy_plays_every_player_in_turn() -> None:
+def test_with_self_the_policy_plays_every_player_in_turn():
     env = make_env("gspo/TextArena-v0", opponent="self", **NIM)
     (first, info), *steps = play(env, 0, "[0 1]", "[1 1]", "[1 1]")
     assert info["agent"] == "player_0"
@@ -56,7 +55,7 @@ def test_with_self_the_policy_plays_every_player_in_turn() -> None:
 
 
 @adapters
-def test_evaluations_may_have_another_opponent() -> None:
+def test_evaluations_may_have_another_opponent():
     env = make_env("gspo/TextArena-v0", opponent="self", eval_opponent=first_legal, **NIM)
     assert "agent" in env.reset(seed=HELD_OUT - 1)[1]
     assert "agent" not in env.reset(seed=HELD_OUT)[1]
@@ -68,7 +67,7 @@ def test_evaluations_may_have_another_opponent() -> None:
 
 
 @adapters
-def test_the_example_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_keeps_the_contract(monkeypatch):
     monkeypatch.chdir(ROOT)
     check_env("examples/self_play.py:Nim")
     for seed in range(HELD_OUT, HELD_OUT + 3):
@@ -81,10 +80,10 @@ def test_the_example_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @adapters
-def test_environments_wait_for_their_opponents_at_the_same_time() -> None:
+def test_environments_wait_for_their_opponents_at_the_same_time():
     both = threading.Barrier(2)
 
-    def slow(rng: random.Random, observation: str) -> str:
+    def slow(rng, observation):
         both.wait(20)
         return first_legal(rng, observation)
 
@@ -98,9 +97,7 @@ def test_environments_wait_for_their_opponents_at_the_same_time() -> None:
 
 
 @adapters
-def test_a_folder_is_an_opponent_that_repeats_with_the_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_an_opponent_that_repeats_with_the_seed(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     shape = Tiny(
         hidden_size=32, demonstrations=60, imitation_steps=30, imitation_learning_rate=1e-2
@@ -110,7 +107,7 @@ def test_a_folder_is_an_opponent_that_repeats_with_the_seed(
     agent.warm_up()
     agent.save(tmp_path / "rival")
 
-    def game(seed: int) -> list[Any]:
+    def game(seed):
         env = make_env("gspo/TextArena-v0", opponent=str(tmp_path / "rival"), **NIM)
         assert env.get_wrapper_attr("blocking") is True
         return play(env, seed, "[1 1]")

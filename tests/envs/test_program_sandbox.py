@@ -14,7 +14,7 @@ from jails import eventually, imprisoned, require_isolation
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentCrashError, EnvironmentHangError
 from gspo_env.sandbox import PORT, find_missing_for_commands
-from gspo_env.serving import Reply, Request, address
+from gspo_env.serving import Reply, address
 from gspo_env.types import Message
 
 HEAD = """
@@ -97,7 +97,7 @@ say(json.dumps(found))
 def test_it_reaches_neither_another_episode_nor_the_address_of_others(make):
     asked, rewarded = [], []
 
-    async def answer(request: Request) -> Reply:
+    async def answer(request):
         asked.append(request)
         return Reply(message=Message(role="assistant", content="secret"))
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,16 +31,16 @@ COUNT = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c LIMIT 60
 
 
 @pytest.fixture
-def database() -> Iterator[Database]:
+def database():
     with contextlib.closing(Database("CREATE TABLE t (x, y); INSERT INTO t VALUES (1, 'a')")) as d:
         yield d
 
 
-def call(env: Any, name: str, **arguments: str) -> str:
+def call(env, name, **arguments):
     return str(env.step(format_tool_call(name, arguments))[0])
 
 
-def children(parent: int = 0) -> set[int]:
+def children(parent=0):
     """The processes for queries that a process started and that still run."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
@@ -53,8 +52,8 @@ def children(parent: int = 0) -> set[int]:
     return found
 
 
-def test_a_query_that_takes_seconds_in_one_operation_does_not_hold_the_event_loop() -> None:
-    async def play() -> None:
+def test_a_query_that_takes_seconds_in_one_operation_does_not_hold_the_event_loop():
+    async def play():
         pool = EnvPool(lambda: make_env("gspo/SQL-v0"))
         slow, quick = await pool.acquire(), await pool.acquire()
         for env in (slow, quick):
@@ -86,16 +85,14 @@ def test_a_query_that_takes_seconds_in_one_operation_does_not_hold_the_event_loo
         (f"{COUNT}SELECT printf('%4000c', 'x') FROM c LIMIT 60", "the result is too large"),
     ],
 )  # fmt: skip
-def test_time_memory_and_output_of_a_query_are_bounded(
-    database: Database, sql: str, reason: str
-) -> None:
+def test_time_memory_and_output_of_a_query_are_bounded(database, sql, reason):
     with pytest.raises(SQLError, match=reason):
         database.query(sql)
     assert database.query("SELECT * FROM t")[1] == [(1, "a")]
 
 
-def test_the_same_query_fails_in_the_same_way_each_time(database: Database) -> None:
-    def fails(n: int) -> bool:
+def test_the_same_query_fails_in_the_same_way_each_time(database):
+    def fails(n):
         rows = f"SELECT DISTINCT x, printf('%3900c', x) FROM c LIMIT {n}"
         with contextlib.suppress(SQLError):
             return not database.query(f"{COUNT}SELECT count(*) FROM ({rows})")
@@ -107,7 +104,7 @@ def test_the_same_query_fails_in_the_same_way_each_time(database: Database) -> N
     assert once == [fails(n) for n in sizes]
 
 
-def test_only_what_can_take_long_runs_outside_the_event_loop() -> None:
+def test_only_what_can_take_long_runs_outside_the_event_loop():
     env: Any = make_env("gspo/SQL-v0")
     for seed in range(20):
         env.reset(seed=seed)
@@ -130,7 +127,7 @@ def test_only_what_can_take_long_runs_outside_the_event_loop() -> None:
     env.close()
 
 
-def test_every_type_of_value_survives_the_way(database: Database) -> None:
+def test_every_type_of_value_survives_the_way(database):
     sql = "SELECT 9223372036854775807, -9223372036854775808, 1e999, 0.1 + 0.2, NULL, x'00ff', "
     sql += "'é\U0001f600', CAST(x'ff' AS TEXT)"
     assert database.query(sql)[1] == [
@@ -138,7 +135,7 @@ def test_every_type_of_value_survives_the_way(database: Database) -> None:
     ]
 
 
-def test_a_look_alike_of_a_tables_name_is_paid_once() -> None:
+def test_a_look_alike_of_a_tables_name_is_paid_once():
     env: Any = make_env("gspo/SQL-v0")
     env.reset(seed=0)
     named: list[str] = []
@@ -151,8 +148,8 @@ def test_a_look_alike_of_a_tables_name_is_paid_once() -> None:
     env.close()
 
 
-def test_many_environments_at_once_each_get_their_own_answer() -> None:
-    def play(seed: int) -> str:
+def test_many_environments_at_once_each_get_their_own_answer():
+    def play(seed):
         env: Any = make_env("gspo/SQL-v0")
         env.reset(seed=seed)
         for _ in range(5):
@@ -168,7 +165,7 @@ def test_many_environments_at_once_each_get_their_own_answer() -> None:
     assert all(text.endswith("correct") for text in alone)
 
 
-def test_the_children_end_with_the_last_database() -> None:
+def test_the_children_end_with_the_last_database():
     for left in list(sqlite._open):  # by tests that do not close their environments
         left.close()
     first, second = make_env("gspo/SQL-v0"), make_env("gspo/SQL-v0")
@@ -188,16 +185,14 @@ def test_the_children_end_with_the_last_database() -> None:
     assert children() == set()
 
 
-def test_a_child_that_is_killed_costs_nothing(database: Database) -> None:
+def test_a_child_that_is_killed_costs_nothing(database):
     for number in (signal.SIGKILL, signal.SIGTERM):
         for pid in children():
             os.kill(pid, number)
         assert database.query("SELECT * FROM t")[1] == [(1, "a")]
 
 
-def test_a_query_that_crashes_its_process_is_an_error_of_the_query(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_query_that_crashes_its_process_is_an_error_of_the_query(database, monkeypatch):
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(database.query, PRINTF)
         (pid,) = children()
@@ -220,7 +215,7 @@ time.sleep(600)
 """
 
 
-def test_a_child_dies_with_its_parent_even_if_a_fork_of_it_lives() -> None:
+def test_a_child_dies_with_its_parent_even_if_a_fork_of_it_lives():
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         said, before = owner.stdout.readline(), children(owner.pid)
@@ -229,7 +224,7 @@ def test_a_child_dies_with_its_parent_even_if_a_fork_of_it_lives() -> None:
         assert eventually(lambda: not children(owner.pid))
 
 
-def test_a_forked_process_has_children_of_its_own(database: Database) -> None:
+def test_a_forked_process_has_children_of_its_own(database):
     database.query("SELECT 1")
     pid = os.fork()
     if pid == 0:
@@ -242,9 +237,7 @@ def test_a_forked_process_has_children_of_its_own(database: Database) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 11
 
 
-def test_a_child_cannot_write_and_sees_none_of_our_variables(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_cannot_write_and_sees_none_of_our_variables(database, monkeypatch):
     monkeypatch.setenv("SECRET_OF_OURS", "no")
     sqlite.end_idle()
     database.query("SELECT 1")

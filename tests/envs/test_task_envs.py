@@ -16,7 +16,7 @@ from gspo_envs.text.wordle import WORDS, mark
 from gspo_envs.tools.sqlite import Database, SQLError
 
 
-def call(env: Any, name: str, **arguments: str) -> tuple[str, float]:
+def call(env, name, **arguments):
     observation, reward, *_ = env.step(format_tool_call(name, arguments))
     return observation, reward
 
@@ -25,7 +25,7 @@ def call(env: Any, name: str, **arguments: str) -> tuple[str, float]:
 
 
 @pytest.fixture
-def database() -> Database:
+def database():
     return Database("CREATE TABLE t (x INTEGER, y TEXT); INSERT INTO t VALUES (1, 'a'), (2, 'b');")
 
 
@@ -53,9 +53,7 @@ def database() -> Database:
         "SELECT " + "(" * 1000 + "1" + ")" * 1000,
     ],
 )
-def test_all_but_reading_is_an_error_and_changes_nothing(
-    database: Database, sql: str, in_folder: Any
-) -> None:
+def test_all_but_reading_is_an_error_and_changes_nothing(database, sql, in_folder):
     with pytest.raises(SQLError):
         database.query(sql)
     assert database.query("SELECT * FROM t")[1] == [(1, "a"), (2, "b")]
@@ -74,11 +72,11 @@ def test_all_but_reading_is_an_error_and_changes_nothing(
         ("SELECT count(*) FROM t WHERE y LIKE '%a%a%a%a%a%a%a%a%a%b'", [(0,)]),
     ],
 )  # fmt: skip
-def test_reading_is_allowed(database: Database, sql: str, rows: list[Any]) -> None:
+def test_reading_is_allowed(database, sql, rows):
     assert database.query(sql)[1] == rows
 
 
-def test_sql_pays_each_needed_table_the_right_rows_and_the_answer_once() -> None:
+def test_sql_pays_each_needed_table_the_right_rows_and_the_answer_once():
     env: Any = make_env("gspo/SQL-v0")
     env.reset(seed=0)
     problem = env.unwrapped._problem
@@ -104,7 +102,7 @@ def test_sql_pays_each_needed_table_the_right_rows_and_the_answer_once() -> None
     assert (info["success"], info["episodic_reward"]) == (True, 1.0)
 
 
-def test_a_constant_copied_from_the_shown_rows_is_no_answer() -> None:
+def test_a_constant_copied_from_the_shown_rows_is_no_answer():
     env: Any = make_env("gspo/SQL-v0")
     for seed in range(30):
         env.reset(seed=seed)
@@ -116,7 +114,7 @@ def test_a_constant_copied_from_the_shown_rows_is_no_answer() -> None:
         assert (observation, reward) == ("wrong", 0.0)
 
 
-def test_the_answer_may_be_written_otherwise() -> None:
+def test_the_answer_may_be_written_otherwise():
     env: Any = make_env("gspo/SQL-v0")
     for seed in range(30):
         env.reset(seed=seed)
@@ -125,7 +123,7 @@ def test_the_answer_may_be_written_otherwise() -> None:
         assert env.step(f"I think <answer>\n{other};\n</answer>")[0] == "correct"
 
 
-def test_long_results_are_cut() -> None:
+def test_long_results_are_cut():
     env: Any = make_env("gspo/SQL-v0", rows=300)
     env.reset(seed=0)
     links = env.unwrapped._problem.names["links"]
@@ -149,13 +147,11 @@ def test_long_results_are_cut() -> None:
         ("robot", "motto", "-GY-Y"),
     ],
 )
-def test_letters_are_marked_no_more_often_than_the_word_has_them(
-    word: str, guess: str, marks: str
-) -> None:
+def test_letters_are_marked_no_more_often_than_the_word_has_them(word, guess, marks):
     assert mark(word, guess) == marks
 
 
-def test_the_word_list_is_sound_and_the_demonstrator_finds_every_word() -> None:
+def test_the_word_list_is_sound_and_the_demonstrator_finds_every_word():
     assert len(WORDS) == len(set(WORDS)) >= 380
     assert all(len(word) == 5 and set(word) <= set(string.ascii_lowercase) for word in WORDS)
     env: Any = make_env("gspo/Wordle-v0")
@@ -168,7 +164,7 @@ def test_the_word_list_is_sound_and_the_demonstrator_finds_every_word() -> None:
         assert info["success"]
 
 
-def test_a_place_is_paid_once_and_states_forget_the_order() -> None:
+def test_a_place_is_paid_once_and_states_forget_the_order():
     env: Any = make_env("gspo/Wordle-v0")
     states = set()
     for guesses, paid in ((["CRIMP", "xrxxx"], [0.2, 0.0]), (["xrxxx", "crimp"], [0.1, 0.1])):
@@ -182,7 +178,7 @@ def test_a_place_is_paid_once_and_states_forget_the_order() -> None:
     assert env.step("<guess>crane</guess>")[:3] == ("crane GGGGG correct", 1.0, True)
 
 
-def test_the_word_list_can_be_made_the_rule() -> None:
+def test_the_word_list_can_be_made_the_rule():
     env: Any = make_env("gspo/Wordle-v0", words_only=True)
     env.reset(seed=0, options={"word": "crane"})
     assert env.step("<guess>xrxxx</guess>")[:2] == ("xrxxx is not in the word list.", 0.0)
@@ -193,7 +189,7 @@ def test_the_word_list_can_be_made_the_rule() -> None:
 # MiniGrid
 
 
-def view(rows: str, direction: int = 0) -> dict[str, Any]:
+def view(rows, direction=0):
     """The visible part of the room, with the agent in the middle of the last row."""
     square = {
         "?": (0, 0, 0), ".": (1, 0, 0), "#": (2, 5, 0), "D": (4, 0, 1), "O": (4, 4, 0),
@@ -218,12 +214,12 @@ def view(rows: str, direction: int = 0) -> dict[str, Any]:
         ("... ... .k.", "You see nothing else. You carry a yellow key."),
     ],
 )  # fmt: skip
-def test_a_view_is_told_from_where_the_walker_stands(rows: str, said: str) -> None:
+def test_a_view_is_told_from_where_the_walker_stands(rows, said):
     assert said in describe(view(rows))
     assert describe(view(rows, 3)).startswith("You face north.")
 
 
-def test_the_package_agrees_with_the_words_of_a_view() -> None:
+def test_the_package_agrees_with_the_words_of_a_view():
     env: Any = make_env("gspo/MiniGrid-v0")
     hidden = 0
     for seed in range(30):
@@ -241,7 +237,7 @@ def test_the_package_agrees_with_the_words_of_a_view() -> None:
     assert hidden > 10  # the visible objects are a subset of all objects
 
 
-def test_the_bot_of_the_package_reaches_every_goal() -> None:
+def test_the_bot_of_the_package_reaches_every_goal():
     env: Any = make_env("gspo/MiniGrid-v0", game="BabyAI-UnlockPickup-v0")
     for seed in range(15):
         env.reset(seed=seed)
@@ -254,7 +250,7 @@ def test_the_bot_of_the_package_reaches_every_goal() -> None:
         assert total == pytest.approx(1 - 0.9 * turns / limit)
 
 
-def test_an_unknown_game_is_refused_and_an_unknown_action_takes_a_turn() -> None:
+def test_an_unknown_game_is_refused_and_an_unknown_action_takes_a_turn():
     with pytest.raises(ConfigError, match="BabyAI-GoToLocal-v0"):
         make_env("gspo/MiniGrid-v0", game="BabyAI-GoToLocl-v0")
     env: Any = make_env("gspo/MiniGrid-v0", max_turns=1)
@@ -268,12 +264,12 @@ def test_an_unknown_game_is_refused_and_an_unknown_action_takes_a_turn() -> None
 
 
 @pytest.fixture
-def tool_env() -> Any:
+def tool_env():
     require_isolation(find_missing())
     return make_env("gspo/PythonTool-v0")
 
 
-def test_programs_print_what_another_way_works_out(tool_env: Any) -> None:
+def test_programs_print_what_another_way_works_out(tool_env):
     for seed in range(25):
         tool_env.reset(seed=seed)
         printed, reward = tool_env.step(tool_env.unwrapped.expert_action())[:2]
@@ -283,7 +279,7 @@ def test_programs_print_what_another_way_works_out(tool_env: Any) -> None:
         assert printed == str(tool_env.unwrapped._value)
 
 
-def test_failed_programs_are_observed_and_not_paid(tool_env: Any) -> None:
+def test_failed_programs_are_observed_and_not_paid(tool_env):
     tool_env.reset(seed=0)
     observation, reward = call(tool_env, "python", code="1 / 0")
     assert "ZeroDivisionError" in observation
@@ -294,7 +290,7 @@ def test_failed_programs_are_observed_and_not_paid(tool_env: Any) -> None:
     assert tool_env.step("no idea")[:3] == ("wrong", 0.0, True)
 
 
-def test_endless_programs_are_cut() -> None:
+def test_endless_programs_are_cut():
     tool_env: Any = make_env("gspo/PythonTool-v0", sandbox=Sandbox(seconds=0.5))
     tool_env.reset(seed=0)
     assert call(tool_env, "python", code="while True: pass")[0] == "stopped after 0.5 seconds"

@@ -23,11 +23,7 @@ GOOD = [
 def snapshot(step, success, *, episodes=256, mean=None, return_std=0.5):
     value = success if mean is None else mean
     return EvalSnapshot(
-        step=step,
-        episodes=episodes,
-        success=success,
-        mean_return=value,
-        return_std=return_std,
+        step=step, episodes=episodes, success=success, mean_return=value, return_std=return_std
     )
 
 

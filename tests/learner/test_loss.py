@@ -127,7 +127,7 @@ class Imitation(Loss):
     needs_reference = True
     old_logprobs = "engine"
 
-    def compute(self, inputs: LossInput) -> ObjectiveOutput:
+    def compute(self, inputs):
         """Pulls the policy towards its reference."""
         assert inputs.reference_logprobs_N is not None
         assert torch.equal(inputs.old_logprobs_N, inputs.engine_logprobs_N)
@@ -151,7 +151,7 @@ class Faulty(Loss):
 
     result: Any
 
-    def compute(self, inputs: LossInput) -> Any:
+    def compute(self, inputs):
         """Calls it."""
         return self.result(inputs.logprobs_N)
 

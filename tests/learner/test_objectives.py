@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learners import evaluate
-from torch import Tensor
 
 from gspo_env.errors import BatchError, ConfigError
 from gspo_env.learner import importance_weights, policy_loss
@@ -24,7 +23,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 @pytest.mark.parametrize("case", TRL_CASES)
-def test_loss_and_gradient_are_those_of_trl(case: dict[str, Any]) -> None:
+def test_loss_and_gradient_are_those_of_trl(case):
     """TRL 1.16, three loss types, uniform advantages: see `tests/data/make_trl_cases.py`."""
     names = ("logprobs", "old_logprobs", "advantages", "mask")
     inputs = {n: torch.tensor(case[n]) for n in names if n == "mask"}
@@ -42,7 +41,7 @@ batch = partial(learners.batch, rows=4, length=12, spread=4e-3)
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=20, deadline=None)
 @given(seed=seeds, padding=st.integers(0, 7))
-def test_padding_and_masked_content_change_nothing(level: str, seed: int, padding: int) -> None:
+def test_padding_and_masked_content_change_nothing(level, seed, padding):
     inputs = batch(seed)
     output, gradient = evaluate(inputs, ratio_level=level)
     padded = {}
@@ -58,7 +57,7 @@ def test_padding_and_masked_content_change_nothing(level: str, seed: int, paddin
     assert not padded_gradient[:, gradient.shape[1] :].any()
 
 
-def test_half_precision_is_computed_in_float32_and_extremes_stay_finite() -> None:
+def test_half_precision_is_computed_in_float32_and_extremes_stay_finite():
     inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch(7).items()}
     assert policy_loss(**inputs).ratio.dtype == torch.float32  # type: ignore[arg-type]
     far = batch(8, spread=500.0)
@@ -67,7 +66,7 @@ def test_half_precision_is_computed_in_float32_and_extremes_stay_finite() -> Non
     assert gradient.isfinite().all()
 
 
-def test_importance_weights() -> None:
+def test_importance_weights():
     old = torch.tensor([0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     engine = torch.tensor([-2.0, 0.5, -1.0, -1.0], dtype=torch.float64)
     ids = torch.tensor([0, 0, 1, 1])
@@ -93,7 +92,7 @@ def test_importance_weights() -> None:
         ({"ratio_level": "turn", "turn_ids": torch.full((4, 12), -1)}, "turn_ids_N spans -1"),
     ],
 )
-def test_impossible_input_is_named(change: dict[str, Any], message: str) -> None:
+def test_impossible_input_is_named(change, message):
     with pytest.raises((BatchError, ConfigError), match=message):
         policy_loss(**{**batch(9), **change})
 
@@ -104,7 +103,7 @@ RATIOS = [[2.0, 1.0, 1.0], [1.0, 1.0, 8.0]]
 MASK = [[True, False, False], [True, True, True]]
 
 
-def case(advantages: Any = (1.0, -1.0)) -> dict[str, Tensor]:
+def case(advantages=(1.0, -1.0)):
     return {
         "logprobs": torch.tensor(RATIOS, dtype=torch.float64).log() - 3,
         "old_logprobs": torch.full((2, 3), -3.0, dtype=torch.float64),
@@ -129,7 +128,7 @@ wide = partial(learners.batch, rows=4, length=9, spread=0.4)
         ({"dual_clip": 3.0}, -1 / 6, [[-1, 0, 0], [1 / 6, 1 / 6, 0]]),
     ],
 )
-def test_token_ratios_by_hand(options: dict[str, Any], loss: float, gradient: Any) -> None:
+def test_token_ratios_by_hand(options, loss, gradient):
     options = {"ratio_level": "token", "clip_low": 0.5, "clip_high": 1.5, **options}
     output, found = evaluate(case(), **options)
     assert output.loss.item() == pytest.approx(loss, abs=1e-12)
@@ -140,7 +139,7 @@ def test_token_ratios_by_hand(options: dict[str, Any], loss: float, gradient: An
 
 
 @pytest.mark.parametrize("power", [-3.0, -1.0, 0.3, 1.0, 3.0])
-def test_extreme_log_ratios_stay_finite_and_keep_their_mean(power: float) -> None:
+def test_extreme_log_ratios_stay_finite_and_keep_their_mean(power):
     far = {k: v.float() if v.is_floating_point() else v for k, v in wide(8, spread=500.0).items()}
     output, gradient = evaluate(far, ratio_mean=power)
     assert output.loss.isfinite()
@@ -164,9 +163,7 @@ def test_extreme_log_ratios_stay_finite_and_keep_their_mean(power: float) -> Non
     power=st.sampled_from([-2.0, 0.0, 0.01, 0.5, 1.0, 3.0]),
     dual=st.sampled_from([0.0, 1.5]),
 )
-def test_loss_and_gradient_are_those_of_the_reference(
-    aggregation: str, level: str, seed: int, power: float, dual: float
-) -> None:
+def test_loss_and_gradient_are_those_of_the_reference(aggregation, level, seed, power, dual):
     inputs = wide(seed)
     inputs["reference_logprobs"] = inputs["old_logprobs"] + 0.1
     power = 0.0 if level == "token" else power
@@ -189,7 +186,7 @@ def test_loss_and_gradient_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_empty_sequences_change_nothing(aggregation: str) -> None:
+def test_empty_sequences_change_nothing(aggregation):
     inputs = wide(6)
     options = {"aggregation": aggregation, "max_tokens": 3}
     whole, _ = evaluate({k: v[:3] for k, v in inputs.items()}, **options)

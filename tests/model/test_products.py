@@ -1,7 +1,6 @@
 """Products of oneDNN in place of MKL's: the same numbers, wherever a tensor comes from."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from gspo_env.model.products import attend_by_blocks, matmul, use_wide_products
 SIZE = 96
 
 
-def _layers() -> tuple[nn.Linear, nn.Linear]:
+def _layers():
     """Returns a changed layer, and a copy in float64."""
     torch.manual_seed(0)
     layer = nn.Linear(SIZE, SIZE)
@@ -31,9 +30,7 @@ def _layers() -> tuple[nn.Linear, nn.Linear]:
     start=st.integers(0, 2),
     frozen=st.sampled_from([(), ("weight",), ("weight", "bias")]),
 )
-def test_a_layer_and_its_gradients_are_those_in_float64(
-    shape: tuple[int, ...], start: int, frozen: tuple[str, ...]
-) -> None:
+def test_a_layer_and_its_gradients_are_those_in_float64(shape, start, frozen):
     layer, exact = _layers()
     for name in frozen:
         for module in (layer, exact):
@@ -55,7 +52,7 @@ def test_a_layer_and_its_gradients_are_those_in_float64(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_are_computed_as_before(dtype: torch.dtype) -> None:
+def test_other_dtypes_are_computed_as_before(dtype):
     layer, _ = _layers()
     plain = nn.Linear(SIZE, SIZE, dtype=dtype)
     plain.load_state_dict(layer.to(dtype).state_dict())
@@ -63,13 +60,13 @@ def test_other_dtypes_are_computed_as_before(dtype: torch.dtype) -> None:
     assert torch.equal(layer(x), plain(x))
 
 
-def test_autocast_is_obeyed() -> None:
+def test_autocast_is_obeyed():
     layer, _ = _layers()
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(2, SIZE)).dtype is torch.bfloat16
 
 
-def test_a_changed_model_takes_the_same_adapter(model: Any) -> None:
+def test_a_changed_model_takes_the_same_adapter(model):
     plain = copy.deepcopy(model)
     use_wide_products(model)
     ids = torch.arange(1, 9)[None]
@@ -80,7 +77,7 @@ def test_a_changed_model_takes_the_same_adapter(model: Any) -> None:
     torch.testing.assert_close(model(ids).logits, plain(ids).logits)
 
 
-def test_special_layers_stay_as_they_are() -> None:
+def test_special_layers_stay_as_they_are():
     class Own(nn.Linear):
         pass
 
@@ -90,7 +87,7 @@ def test_special_layers_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True)])
-def test_products_of_transposed_matrices(transposed: tuple[bool, bool]) -> None:
+def test_products_of_transposed_matrices(transposed):
     torch.manual_seed(0)
     a, b = torch.randn(40, 50), torch.randn(50, 60)
     a, b = (x.t().contiguous().t() if t else x for x, t in zip((a, b), transposed, strict=True))
@@ -105,13 +102,7 @@ def test_products_of_transposed_matrices(transposed: tuple[bool, bool]) -> None:
     window=st.sampled_from([None, 50]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_attention_by_blocks_is_that_of_each_query_alone(
-    rows: list[tuple[int, int]],
-    heads: tuple[int, int],
-    size: int,
-    window: int | None,
-    dtype: torch.dtype,
-) -> None:
+def test_attention_by_blocks_is_that_of_each_query_alone(rows, heads, size, window, dtype):
     torch.manual_seed(0)
     queries = max(count for _, count in rows)
     length = -(-max(start + queries for start, _ in rows) // 16) * 16
@@ -141,7 +132,7 @@ def test_attention_by_blocks_is_that_of_each_query_alone(
     not torch.backends.cpu.get_cpu_capability().startswith("AVX512"), reason="needs AVX-512"
 )
 @pytest.mark.parametrize("length", [480, 1040, 2064])
-def test_a_query_of_a_bfloat16_model_has_one_output_however_many_are_computed(length: int) -> None:
+def test_a_query_of_a_bfloat16_model_has_one_output_however_many_are_computed(length):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, length, 64).bfloat16() for heads in (8, 2, 2))
     keys = k.float().transpose(2, 3).contiguous().transpose(2, 3)

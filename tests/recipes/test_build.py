@@ -150,10 +150,7 @@ def test_a_tool_without_parameters_has_a_model_too():
 
 @pytest.mark.parametrize(
     ("values", "words"),
-    [
-        ({"hidden_size": 30}, "even size for each head"),
-        ({"min_reward": 0.5}, "min_reward is 0.5"),
-    ],
+    [({"hidden_size": 30}, "even size for each head"), ({"min_reward": 0.5}, "min_reward is 0.5")],
 )
 def test_an_impossible_value_is_named(values, words):
     with pytest.raises(ConfigError, match=words):

@@ -264,8 +264,7 @@ class Forgetful(Saving):
 
 
 @pytest.mark.parametrize(
-    ("make", "how"),
-    [(Counter, "replay"), (Saving, "snapshot"), (Asking, "no"), (Judged, "no")],
+    ("make", "how"), [(Counter, "replay"), (Saving, "snapshot"), (Asking, "no"), (Judged, "no")]
 )
 def test_the_check_of_an_environment_says_how_its_episodes_branch(make, how):
     assert check_env(make()).branches == how

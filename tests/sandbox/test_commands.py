@@ -9,9 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from jails import eventually, imprisoned, program, require_isolation, run_python
@@ -23,12 +21,12 @@ BOX = Sandbox(cpu_seconds=30, memory_mib=512, processes=16, readable=(PYTHON,))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def isolation() -> None:
+def isolation():
     """Fails or skips all tests on a machine that cannot isolate commands."""
     require_isolation(find_missing_for_commands())
 
 
-def inside(code: str, box: Sandbox = BOX, **variables: str) -> CommandEnd:
+def inside(code, box=BOX, **variables):
     """The end of Python code that runs as a command."""
     with box.start([PYTHON, "-I", "-S", "-"], stdin=code, variables=variables) as started:
         end = started.wait(60.0)
@@ -36,11 +34,11 @@ def inside(code: str, box: Sandbox = BOX, **variables: str) -> CommandEnd:
     return end
 
 
-def outside(code: str) -> str:
+def outside(code):
     return run_python("-I", "-c", code).stdout
 
 
-def attempts(tries: Sequence[str]) -> str:
+def attempts(tries):
     """A program that tries expressions and prints the number of the error of each, 0 for none."""
     return program(
         """
@@ -56,13 +54,13 @@ def attempts(tries: Sequence[str]) -> str:
     )
 
 
-def errors(tries: Sequence[str], box: Sandbox = BOX) -> list[int]:
+def errors(tries, box=BOX):
     end = inside(attempts(tries), box)
     assert end.code == 0, end.stderr
     return [int(line) for line in end.stdout.split()]
 
 
-def test_the_socket_of_the_caller_is_reached_and_answers() -> None:
+def test_the_socket_of_the_caller_is_reached_and_answers():
     code = f"""
         import socket
         with socket.create_connection(("127.0.0.1", {PORT})) as line:
@@ -79,7 +77,7 @@ def test_the_socket_of_the_caller_is_reached_and_answers() -> None:
     assert end == CommandEnd(code=0, stdout="world\n", stderr="")
 
 
-def test_no_listener_of_the_machine_is_reached() -> None:
+def test_no_listener_of_the_machine_is_reached():
     name = f"\0gspo-command-{os.getpid()}"
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
         unix.bind(name)
@@ -91,13 +89,13 @@ def test_no_listener_of_the_machine_is_reached() -> None:
         assert errors([connect, abstract]) == [errno.ECONNREFUSED, errno.EPERM]
 
 
-def test_no_address_outside_has_a_route() -> None:
+def test_no_address_outside_has_a_route():
     hosts = ["192.0.2.1", "10.0.0.1", "169.254.169.254", "172.17.0.1"]
     found = errors([f"socket.create_connection(({host!r}, 80), 5)" for host in hosts])
     assert found == [errno.ENETUNREACH] * len(hosts)
 
 
-def test_only_tcp_sockets_and_pairs_of_streams_can_be_had() -> None:
+def test_only_tcp_sockets_and_pairs_of_streams_can_be_had():
     allowed = ["socket.socket()", "socket.socketpair()"]
     families = ("AF_UNIX", "AF_INET6", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG")
     refused = [f"socket.socket(socket.{family})" for family in families]
@@ -108,14 +106,14 @@ def test_only_tcp_sockets_and_pairs_of_streams_can_be_had() -> None:
     assert errors([*allowed, *refused]) == [0, 0] + [errno.EPERM] * len(refused)
 
 
-def test_options_that_attach_programs_or_load_modules_are_refused() -> None:
+def test_options_that_attach_programs_or_load_modules_are_refused():
     allowed = [(1, 2), (1, 9), (6, 1)]
     refused = [(1, 26), (1, 50), (1, 7), (1, 8), (1, 60), (6, 13), (6, 31), (0, 64), (41, 26)]
     tries = [f"socket.socket().setsockopt({level}, {o}, 1)" for level, o in allowed + refused]
     assert errors(tries) == [0] * len(allowed) + [errno.EPERM] * len(refused)
 
 
-def test_a_connected_pair_reaches_no_socket_in_a_readable_folder(tmp_path: Path) -> None:
+def test_a_connected_pair_reaches_no_socket_in_a_readable_folder(tmp_path):
     tmp_path.chmod(0o755)
     path = tmp_path / "log"
     with socket.socket(socket.AF_UNIX) as line:
@@ -134,20 +132,18 @@ def test_a_connected_pair_reaches_no_socket_in_a_readable_folder(tmp_path: Path)
             line.accept()
 
 
-def test_the_port_of_the_caller_cannot_be_taken() -> None:
+def test_the_port_of_the_caller_cannot_be_taken():
     take = "(s := socket.socket()).{}bind(('127.0.0.1', 8000)) or s.listen()"
     reuse = "setsockopt(1, {}, 1) or s."
     assert 0 not in errors([take.format(""), *(take.format(reuse.format(n)) for n in (2, 15))])
 
 
-def test_buffers_of_sockets_are_small() -> None:
+def test_buffers_of_sockets_are_small():
     code = "import socket; print(*(socket.socket().getsockopt(1, option) for option in (7, 8)))"
     assert max(map(int, inside(code).stdout.split())) <= 65536
 
 
-def test_the_machines_files_processes_and_variables_are_out_of_reach(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_machines_files_processes_and_variables_are_out_of_reach(tmp_path, monkeypatch):
     monkeypatch.setenv("SANDBOX_TEST_TOKEN", "opensesame")
     tmp_path.chmod(0o755)
     for name in ("agent.py", "secret"):
@@ -166,14 +162,14 @@ def test_the_machines_files_processes_and_variables_are_out_of_reach(
     assert inside("import os; print(os.environ['A'])", A="b").stdout == "b\n"
 
 
-def test_no_descriptor_of_the_caller_or_the_jail_is_open() -> None:
+def test_no_descriptor_of_the_caller_or_the_jail_is_open():
     with tempfile.TemporaryFile() as file:
         os.set_inheritable(file.fileno(), True)
         opened = errors([f"os.fstat({number})" for number in range(1024)])
     assert opened == [0] * 3 + [errno.EBADF] * 1021
 
 
-def test_programs_can_be_started_but_give_no_privilege() -> None:
+def test_programs_can_be_started_but_give_no_privilege():
     code = """
         import os, subprocess
         print(subprocess.check_output(["sh", "-c", "echo hi; id -u"], text=True))
@@ -188,7 +184,7 @@ def test_programs_can_be_started_but_give_no_privilege() -> None:
     assert "0" not in lines[2:]
 
 
-def test_calls_that_open_a_way_out_stay_refused_after_an_exec() -> None:
+def test_calls_that_open_a_way_out_stay_refused_after_an_exec():
     code = """
         import ctypes
         libc = ctypes.CDLL(None, use_errno=True)
@@ -204,7 +200,7 @@ def test_calls_that_open_a_way_out_stay_refused_after_an_exec() -> None:
     assert set(inside(textwrap.dedent(code)).stdout.splitlines()) == {"-1 1"}
 
 
-def test_calls_newer_than_the_list_of_calls_do_not_exist() -> None:
+def test_calls_newer_than_the_list_of_calls_do_not_exist():
     code = """
         import ctypes
         libc = ctypes.CDLL(None, use_errno=True)
@@ -214,7 +210,7 @@ def test_calls_newer_than_the_list_of_calls_do_not_exist() -> None:
     assert set(inside(textwrap.dedent(code)).stdout.splitlines()) == {"-1 38"}
 
 
-def test_a_command_that_forks_and_floods_is_held() -> None:
+def test_a_command_that_forks_and_floods_is_held():
     code = """
         import os, sys, time
         children = 0
@@ -249,7 +245,7 @@ time.sleep({})
 
 
 @pytest.mark.parametrize("waits", [0, 600])
-def test_all_processes_end_with_the_command_or_when_it_is_asked(waits: int) -> None:
+def test_all_processes_end_with_the_command_or_when_it_is_asked(waits):
     with BOX.start([PYTHON, "-I", "-S", "-"], stdin=DAEMON.format(waits)) as started:
         if waits:
             assert started.wait(1.0) is None
@@ -261,7 +257,7 @@ def test_all_processes_end_with_the_command_or_when_it_is_asked(waits: int) -> N
     assert imprisoned() == []
 
 
-def test_a_command_that_is_ended_while_it_ends_keeps_its_exit_code() -> None:
+def test_a_command_that_is_ended_while_it_ends_keeps_its_exit_code():
     for _ in range(20):
         with BOX.start(["sh", "-c", "exit 3"]) as started:
             select.select([started._status], [], [], 60.0)  # the exit code is known
@@ -272,7 +268,7 @@ def test_a_command_that_is_ended_while_it_ends_keeps_its_exit_code() -> None:
         assert end.code == 3
 
 
-def test_a_command_dies_with_the_process_that_started_it() -> None:
+def test_a_command_dies_with_the_process_that_started_it():
     code = """
         from gspo_env.sandbox import Sandbox
         with Sandbox(memory_mib=512).start(["sleep", "600"]) as started:
@@ -288,11 +284,11 @@ def test_a_command_dies_with_the_process_that_started_it() -> None:
     assert eventually(lambda: not imprisoned(process.pid))
 
 
-def test_commands_at_the_same_time_do_not_reach_each_other() -> None:
+def test_commands_at_the_same_time_do_not_reach_each_other():
     code = f"import socket\nsocket.create_connection(('127.0.0.1', {PORT})).sendall(b'NUMBER')"
     heard: dict[str, bytes] = {}
 
-    def play(number: str) -> None:
+    def play(number):
         text = code.replace("NUMBER", number)
         with BOX.start([PYTHON, "-I", "-S", "-"], stdin=text) as started:
             started.listener.settimeout(60)
@@ -305,7 +301,7 @@ def test_commands_at_the_same_time_do_not_reach_each_other() -> None:
     assert heard == {str(n): str(n).encode() for n in range(4)}
 
 
-def test_a_link_to_a_program_is_followed(tmp_path: Path) -> None:
+def test_a_link_to_a_program_is_followed(tmp_path):
     tmp_path.chmod(0o755)
     (tmp_path / "first").symlink_to("second")
     (tmp_path / "second").symlink_to(PYTHON)
@@ -318,7 +314,7 @@ def test_a_link_to_a_program_is_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["/nowhere/program"], ["none-of-this-name", "x"]])
-def test_a_command_that_cannot_be_started_says_so(command: list[str]) -> None:
+def test_a_command_that_cannot_be_started_says_so(command):
     with BOX.start(command) as started:
         end = started.wait(30.0)
     assert end is not None

@@ -9,10 +9,8 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,24 +18,24 @@ from hypothesis import strategies as st
 from jails import eventually, imprisoned, program, require_isolation, run_python
 
 from gspo_env.errors import ConfigError
-from gspo_env.sandbox import Sandbox, SandboxResult, Stop, find_missing
+from gspo_env.sandbox import Sandbox, Stop, find_missing
 
 SECRET = "opensesame"
 BOX = Sandbox(seconds=20.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def isolation() -> None:
+def isolation():
     """Fails or skips all tests on a machine that cannot isolate code."""
     require_isolation(find_missing())
 
 
-def outside(code: str, **options: Any) -> str:
+def outside(code, **options):
     """The output of a program without a sandbox."""
     return run_python("-I", "-c", code, **options).stdout
 
 
-def inside(code: str, box: Sandbox = BOX, **options: Any) -> SandboxResult:
+def inside(code, box=BOX, **options):
     result = box.run(code, **options)
     assert result.isolated
     return result
@@ -123,7 +121,7 @@ print("huge" if resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10
 """
 
 
-def test_a_small_mapping_cannot_hold_a_huge_page() -> None:
+def test_a_small_mapping_cannot_hold_a_huge_page():
     """A huge page of which all but 4 KiB is unmapped stays in memory: 2 MiB that count as 4 KiB."""
     without = outside(HUGE_PAGES).splitlines()
     assert without[0] == "0 0"
@@ -152,7 +150,7 @@ print("kept", kept)
 
 
 @pytest.mark.parametrize("flags", [0x21, 0x23], ids=["MAP_SHARED", "MAP_SHARED_VALIDATE"])
-def test_shared_memory_cannot_be_had(flags: int) -> None:
+def test_shared_memory_cannot_be_had(flags):
     """Shared memory stays until its last page is unmapped: 16 MiB that count as 4 KiB."""
     code = program(SHARED_MEMORY, flags=flags)
     if flags == 0x21:
@@ -186,9 +184,7 @@ print("kept", kept)
         (PENDING_SIGNALS, "kept 1000\n", "kept 64\n", {}),
     ],
 )
-def test_what_fills_the_machine_meets_its_limit(
-    code: str, before: str, after: str, limits: dict[str, int]
-) -> None:
+def test_what_fills_the_machine_meets_its_limit(code, before, after, limits):
     assert outside(code) == before
     assert inside(code, Sandbox(seconds=20.0, **limits)).stdout == after
     assert imprisoned() == []
@@ -206,7 +202,7 @@ print("kept", kept, len(os.pread(0, 9, 0)))
 """
 
 
-def test_standard_input_cannot_hold_memory(tmp_path: Path) -> None:
+def test_standard_input_cannot_hold_memory(tmp_path):
     with (tmp_path / "file").open("wb+") as file:
         assert outside(STANDARD_INPUT, stdin=file) == "kept 10 9\n"
     assert inside(STANDARD_INPUT, stdin="hello").stdout == "PermissionError\nkept 0 5\n"
@@ -233,7 +229,7 @@ print(written >> 20)
 """
 
 
-def test_a_file_of_one_gigabyte_and_a_full_disk_are_refused(tmp_path: Path) -> None:
+def test_a_file_of_one_gigabyte_and_a_full_disk_are_refused(tmp_path):
     path = tmp_path / "big"
     assert outside(program(BIG_FILE, path=str(path))) == f"{2**30}\n"
     path.unlink()
@@ -261,7 +257,7 @@ for kind, address in addresses:
 
 
 @pytest.fixture
-def listeners() -> Iterator[list[tuple[str, Any, socket.socket]]]:
+def listeners():
     """Listeners on loopback and on an abstract Unix name, which no file system hides."""
     tcp, unix = socket.socket(), socket.socket(socket.AF_UNIX)
     tcp.bind(("127.0.0.1", 0))
@@ -274,7 +270,7 @@ def listeners() -> Iterator[list[tuple[str, Any, socket.socket]]]:
         yield [("AF_INET", tcp.getsockname(), tcp), ("AF_UNIX", name, unix)]
 
 
-def test_no_connection_reaches_a_listener(listeners: list[tuple[str, Any, socket.socket]]) -> None:
+def test_no_connection_reaches_a_listener(listeners):
     code = program(CONNECT, addresses=[entry[:2] for entry in listeners])
     assert "PermissionError" in inside("import socket; socket.socket(socket.AF_VSOCK)").stderr
     assert outside(code) == "sent\nsent\n"
@@ -297,7 +293,7 @@ except OSError as error:
 """
 
 
-def test_no_datagram_reaches_a_socket_in_a_readable_folder(tmp_path: Path) -> None:
+def test_no_datagram_reaches_a_socket_in_a_readable_folder(tmp_path):
     tmp_path.chmod(0o755)
     path = tmp_path / "log"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
@@ -325,7 +321,7 @@ print(sum(secret.encode() in value for value in found))
 """
 
 
-def test_the_parents_environment_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parents_environment_cannot_be_read(monkeypatch):
     monkeypatch.setenv("SANDBOX_TEST_TOKEN", SECRET)
     code = program(ENVIRONMENT, secret=SECRET)
     assert int(outside(code)) >= 2
@@ -349,7 +345,7 @@ print(found)
 """
 
 
-def test_files_outside_and_open_descriptors_cannot_be_read(tmp_path: Path) -> None:
+def test_files_outside_and_open_descriptors_cannot_be_read(tmp_path):
     path = tmp_path / "token"
     path.write_text(SECRET)
     paths = [str(path), *(f"/proc/{pid}/root{path}" for pid in ("self", 1, os.getpid()))]
@@ -361,7 +357,7 @@ def test_files_outside_and_open_descriptors_cannot_be_read(tmp_path: Path) -> No
         assert inside(code).stdout == "0\n"
 
 
-def test_only_the_interpreters_libraries_can_be_seen(tmp_path: Path) -> None:
+def test_only_the_interpreters_libraries_can_be_seen(tmp_path):
     code = "import os; print(*os.listdir('/'))"
     top = Path(os.path.realpath(sys.base_prefix)).parts[1]
     known = {"dev", "lib", "lib64", "sandbox", "tmp", "usr", top}
@@ -385,7 +381,7 @@ for path in paths:
 """
 
 
-def test_nothing_outside_can_be_written(tmp_path: Path) -> None:
+def test_nothing_outside_can_be_written(tmp_path):
     readable, plain = tmp_path / "readable", tmp_path / "plain"
     readable.mkdir()
     plain.mkdir()
@@ -402,7 +398,7 @@ def test_nothing_outside_can_be_written(tmp_path: Path) -> None:
     assert not any(os.path.exists(path) for path in paths)
 
 
-def test_signals_do_not_reach_the_parent() -> None:
+def test_signals_do_not_reach_the_parent():
     caught: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: caught.append(number))
     try:
@@ -419,7 +415,7 @@ def test_signals_do_not_reach_the_parent() -> None:
 
 
 @pytest.mark.slow
-def test_an_infinite_loop_ends_by_the_wall_clock() -> None:
+def test_an_infinite_loop_ends_by_the_wall_clock():
     for code in ("while True: pass", "import time\nprint('begun')\ntime.sleep(600)"):
         with pytest.raises(subprocess.TimeoutExpired):
             outside(code, timeout=1)
@@ -429,7 +425,7 @@ def test_an_infinite_loop_ends_by_the_wall_clock() -> None:
     assert imprisoned() == []
 
 
-def test_an_infinite_loop_ends_by_the_processors_clock_even_where_it_ignores_the_signal() -> None:
+def test_an_infinite_loop_ends_by_the_processors_clock_even_where_it_ignores_the_signal():
     box = Sandbox(cpu_seconds=1, seconds=60.0)
     assert inside("while True: pass", box).stopped is Stop.CPU
     stubborn = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
@@ -437,7 +433,7 @@ def test_an_infinite_loop_ends_by_the_processors_clock_even_where_it_ignores_the
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_an_output_flood_is_cut(stream: str) -> None:
+def test_an_output_flood_is_cut(stream):
     code = f"import sys\nwhile True: sys.{stream}.write('flood ' * 1000)"
     with subprocess.Popen(
         [sys.executable, "-I", "-c", code], **{stream: subprocess.PIPE}
@@ -449,7 +445,7 @@ def test_an_output_flood_is_cut(stream: str) -> None:
     assert len(getattr(result, stream)) == 64 << 10
 
 
-def test_what_a_flood_leaves_is_not_left_to_chance() -> None:
+def test_what_a_flood_leaves_is_not_left_to_chance():
     code = "import os, time\nos.write(2, b'early')\ntime.sleep(0.5)\nos.write(1, b'x' * 70000)"
     result = inside(code)
     assert (result.stopped, result.stdout, result.stderr) == (Stop.OUTPUT, "x" * (64 << 10), "")
@@ -478,7 +474,7 @@ time.sleep(wait)
 
 
 @pytest.mark.slow
-def test_a_double_fork_does_not_outlive_the_run(tmp_path: Path) -> None:
+def test_a_double_fork_does_not_outlive_the_run(tmp_path):
     path = tmp_path / "heartbeat"
     code = program(DOUBLE_FORK, path=str(path), wait=60)
     with subprocess.Popen(
@@ -518,7 +514,7 @@ if os.uname().machine == "x86_64":
 
 
 @pytest.mark.parametrize("name", SYSTEM_CALLS)
-def test_system_calls_that_open_a_way_out_are_refused(name: str) -> None:
+def test_system_calls_that_open_a_way_out_are_refused(name):
     call, *arguments = SYSTEM_CALLS[name]
     code = f"""
         import ctypes
@@ -531,7 +527,7 @@ def test_system_calls_that_open_a_way_out_are_refused(name: str) -> None:
         assert outside(textwrap.dedent(code)).startswith("True")
 
 
-def test_no_privilege_is_left() -> None:
+def test_no_privilege_is_left():
     code = """
         import ctypes, os
         libc = ctypes.CDLL(None, use_errno=True)
@@ -551,8 +547,8 @@ def test_no_privilege_is_left() -> None:
     assert "became root" not in said
 
 
-def test_runs_at_the_same_time_share_nothing() -> None:
-    def play(number: int) -> str:
+def test_runs_at_the_same_time_share_nothing():
+    def play(number):
         code = program("open('mine', 'x').write(str(n)); print(open('mine').read())", n=number)
         return inside(code).stdout
 
@@ -577,9 +573,7 @@ def test_runs_at_the_same_time_share_nothing() -> None:
         ("import os; os.write(1, b'\\xff')", "\ufffd", "", 0),
     ],
 )
-def test_a_program_behaves_as_it_would_on_a_command_line(
-    code: str, stdout: str, stderr: str, exit_code: int
-) -> None:
+def test_a_program_behaves_as_it_would_on_a_command_line(code, stdout, stderr, exit_code):
     result = inside(code, stdin="hello")
     assert (result.stdout, result.exit_code, result.stopped) == (stdout, exit_code, None)
     assert stderr in result.stderr
@@ -587,7 +581,7 @@ def test_a_program_behaves_as_it_would_on_a_command_line(
     assert "jail" not in result.stderr
 
 
-def test_with_echo_a_last_expression_is_printed_as_on_a_console() -> None:
+def test_with_echo_a_last_expression_is_printed_as_on_a_console():
     assert inside("x = 6\nx * 7", echo=True).stdout == "42\n"
     assert inside("x = 6\nNone", echo=True).stdout == ""
     assert inside("print(1); 'a'", echo=True).stdout == "1\n'a'\n"
@@ -596,7 +590,7 @@ def test_with_echo_a_last_expression_is_printed_as_on_a_console() -> None:
 
 @settings(max_examples=25)
 @given(st.text(), st.text())
-def test_any_text_can_be_run(code: str, stdin: str) -> None:
+def test_any_text_can_be_run(code, stdin):
     result = inside(code, stdin=stdin)
     (result.stdout + result.stderr).encode()
 
@@ -619,7 +613,7 @@ print(box.run("import os; os.setsid() if os.fork() == 0 else 0\\nwhile True: pas
 """
 
 
-def test_without_isolation_it_refuses_unless_told_otherwise() -> None:
+def test_without_isolation_it_refuses_unless_told_otherwise():
     import gspo_env.sandbox
 
     file = gspo_env.sandbox.__file__
@@ -638,7 +632,7 @@ def test_without_isolation_it_refuses_unless_told_otherwise() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"seconds": 0.0}, {"processes": 0}, {"memory_mib": 1}, {"readable": ("/nowhere",)}]
 )
-def test_impossible_limits_are_refused(wrong: dict[str, Any]) -> None:
+def test_impossible_limits_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Sandbox(**wrong)
 

@@ -167,7 +167,7 @@ def test_an_agent_of_the_agents_sdk_uses_its_tool(opened, api, stream):
     asked = []
 
     @agents.function_tool
-    def look(key: str) -> str:
+    def look(key):
         """Looks a key up."""
         asked.append(key)
         return "7"

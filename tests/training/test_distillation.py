@@ -3,7 +3,6 @@
 import itertools
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +13,8 @@ from runs import tiny
 from turns import episode, turn
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env.batch.sample import Sample, to_samples
+from gspo_env.batch.sample import to_samples
 from gspo_env.chat import ChatTokenizer
-from gspo_env.config import Config
 from gspo_env.credit.estimators import Outcome
 from gspo_env.errors import ConfigError, ModelError, TrainingError
 from gspo_env.learner import GSPO, Learner, LearnerConfig
@@ -33,40 +31,33 @@ IDS = 3
 """The policy samples ids below this one only, so that all episodes can be listed."""
 
 
-def make_model(seed: int) -> Any:
+def make_model(seed):
     model = build_model(TINY, len(TOKENIZER), TOKENIZER.eos_token_id, seed)
     model.config.usable_vocab_size = IDS
     return model
 
 
 @pytest.fixture
-def learner() -> Learner:
+def learner():
     loss = GSPO(aggregation="token_sum", max_tokens=1, clip_high=9.0, clip_low=0.9)
     return Learner(make_model(0), loss, LearnerConfig(minibatches=1), total_steps=1)
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+def teacher(tmp_path_factory):
     folder = tmp_path_factory.mktemp("teacher") / "model"
     folder.mkdir()
     save_model(make_model(1), TOKENIZER, folder)
     return str(folder)
 
 
-def bind(settings: Distillation, learner: Learner, tokenizer: Any = TOKENIZER) -> Any:
+def bind(settings, learner, tokenizer=TOKENIZER):
     limits = SimpleNamespace(temperature=1.0)
     collector: Any = SimpleNamespace(chat=ChatTokenizer(tokenizer), config=limits)
     return settings.bind(learner, collector)
 
 
-def make_group(
-    learner: Learner,
-    *,
-    version: int = 0,
-    system: str = "say red",
-    info: Any = None,
-    later: Prompt | None = None,
-) -> Group:
+def make_group(learner, *, version=0, system="say red", info=None, later=None):
     """Return every episode with an action of one id and then one of two.
 
     With a later prompt, the second turn begins a sequence of its own.
@@ -92,14 +83,12 @@ def make_group(
     return Group(task=task, episodes=tuple(episodes))
 
 
-def scores(learner: Learner, samples: list[Sample]) -> Any:
+def scores(learner, samples):
     return learner.logprobs(learner.pack(samples)).double().numpy()
 
 
 @pytest.mark.parametrize("gamma", [0.0, 1.0])
-def test_the_expected_update_is_the_gradient_of_the_kl(
-    gamma: float, learner: Learner, teacher: str
-) -> None:
+def test_the_expected_update_is_the_gradient_of_the_kl(gamma, learner, teacher):
     group = make_group(learner)
     estimator = bind(Distillation(teacher=teacher, gamma=gamma, weight=2.0), learner)
     rows = estimator.advantages(group)
@@ -127,7 +116,7 @@ def test_the_expected_update_is_the_gradient_of_the_kl(
     assert (update - expected).norm() < 1e-4 * expected.norm()
 
 
-def test_a_growing_depth_and_the_credit_of_turns_are_added(learner: Learner, teacher: str) -> None:
+def test_a_growing_depth_and_the_credit_of_turns_are_added(learner, teacher):
     alone = bind(Distillation(teacher=teacher), learner).advantages(make_group(learner))
     for version, depth in ((0, 1), (9, 1), (10, 2), (20, 2)):
         group = make_group(learner, version=version)
@@ -142,8 +131,8 @@ def test_a_growing_depth_and_the_credit_of_turns_are_added(learner: Learner, tea
 
 
 @pytest.mark.parametrize("forks", [False, True])
-def test_a_hint_is_read_by_the_teacher_alone(forks: bool, learner: Learner) -> None:
-    def make(system: str, info: Any = None) -> Group:
+def test_a_hint_is_read_by_the_teacher_alone(forks, learner):
+    def make(system, info=None):
         later = Prompt(system=system) if forks else None
         return make_group(learner, system=system, info=info, later=later)
 
@@ -161,15 +150,13 @@ def test_a_hint_is_read_by_the_teacher_alone(forks: bool, learner: Learner) -> N
     ("info", "sentence"),
     [({}, r"info\['solution'\] of reset is None"), ({"solution": "red"}, "another system prompt")],
 )
-def test_an_episode_that_can_have_no_hint_is_refused(
-    info: dict[str, str], sentence: str, learner: Learner
-) -> None:
+def test_an_episode_that_can_have_no_hint_is_refused(info, sentence, learner):
     group = make_group(learner, info=info, later=Prompt(system="or blue"))
     with pytest.raises(TrainingError, match=sentence):
         bind(Distillation(hint="solution"), learner).advantages(group)
 
 
-def test_another_tokenizer_is_refused(learner: Learner, teacher: str) -> None:
+def test_another_tokenizer_is_refused(learner, teacher):
     other = build_tokenizer(["other words"])
     with pytest.raises(ConfigError, match="whose tokenizer is not the policy's"):
         bind(Distillation(teacher=teacher), learner, other)
@@ -182,26 +169,24 @@ def test_another_tokenizer_is_refused(learner: Learner, teacher: str) -> None:
         ({"teacher": "x", "estimator": "return_to_go"}, "did you mean returns_to_go"),
     ],
 )
-def test_wrong_settings_are_refused(
-    settings: dict[str, Any], sentence: str, learner: Learner
-) -> None:
+def test_wrong_settings_are_refused(settings, sentence, learner):
     with pytest.raises(ConfigError, match=sentence):
         bind(Distillation(**settings), learner)
 
 
-def guessing(output: Path, **changes: Any) -> Config:
+def guessing(output, **changes):
     env = {"env": "gspo/GuessNumber-v0", "env_kwargs": {"high": 3}}
     return tiny(**env, steps=1, recipe={"imitation_steps": 1}, output=str(output), **changes)
 
 
-def distil(teacher: str, output: Path) -> Config:
+def distil(teacher, output):
     return guessing(output, advantage={"name": "distillation", "teacher": teacher})
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "nowhere", "emptied"])
 def test_a_teacher_that_is_no_model_is_refused_before_any_episode(
-    name: str, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, teacher, tmp_path, monkeypatch
+):
     shutil.copytree(teacher, tmp_path / "emptied")
     (tmp_path / "emptied" / "tokenizer.json").unlink()
     monkeypatch.chdir(tmp_path)
@@ -209,16 +194,14 @@ def test_a_teacher_that_is_no_model_is_refused_before_any_episode(
         GSPOAgent(config=distil(name, tmp_path / "run"))
 
 
-def test_a_teacher_with_another_tokenizer_is_refused_before_imitation(
-    teacher: str, tmp_path: Path
-) -> None:
+def test_a_teacher_with_another_tokenizer_is_refused_before_imitation(teacher, tmp_path):
     agent = GSPOAgent(config=distil(teacher, tmp_path / "run"))
     with pytest.raises(ConfigError, match="whose tokenizer is not the policy's"):
         agent.train()
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_distils_its_teacher(tmp_path: Path) -> None:
+def test_a_run_distils_its_teacher(tmp_path):
     GSPOAgent(config=guessing(tmp_path / "first")).train()
     history = GSPOAgent(config=distil(str(tmp_path / "first"), tmp_path / "second")).train()
     assert max(metrics.get("train/advantage_rms", 0.0) for _, metrics in history) > 0.0

@@ -79,8 +79,7 @@ def cut(run, step, to):
 
 
 @pytest.mark.parametrize(
-    "way",
-    [w if w in ("full", "LoRA") else pytest.param(w, marks=pytest.mark.slow) for w in WAYS],
+    "way", [w if w in ("full", "LoRA") else pytest.param(w, marks=pytest.mark.slow) for w in WAYS]
 )
 def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(way, tmp_path, capsys):
     whole = GSPOAgent(config=talks(**WAYS[way]))
@@ -313,10 +312,7 @@ def test_a_finished_run_says_so(done, capsys, monkeypatch):
 
 def test_a_run_is_not_trained_twice_in_one_process(tmp_path):
     message = f"still running, in process {os.getpid()}"
-    with (
-        Checkpoints(tmp_path, CheckpointConfig()),
-        pytest.raises(OutputError, match=message),
-    ):
+    with Checkpoints(tmp_path, CheckpointConfig()), pytest.raises(OutputError, match=message):
         Checkpoints(tmp_path, CheckpointConfig())
     with Checkpoints(tmp_path, CheckpointConfig()):
         pass
