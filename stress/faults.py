@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-ENVS = Path(__file__).resolve().parents[1] / "tests" / "diagnose_envs.py"
+ENVS = Path(__file__).resolve().with_name("fault_envs.py")
 BACKWARDS = Path(__file__).resolve().parent.parent / "examples" / "backwards.py"
 
 SMALL: dict[str, Any] = {

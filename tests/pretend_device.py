@@ -29,13 +29,7 @@ CUDA = torch.device("cuda:0")
 FREE_MEMORY = (20 * 2**30, 24 * 2**30)
 
 _WAITS = (
-    "_local_scalar_dense",
-    "equal",
-    "nonzero",
-    "masked_select",
-    "bincount",
-    "unique",
-    "_unique2",
+    *("_local_scalar_dense", "equal", "nonzero", "masked_select", "bincount", "unique", "_unique2"),
     "repeat_interleave.Tensor",
 )
 """Names of the operators whose kernels on a GPU wait for the device."""

@@ -1,8 +1,10 @@
-"""HTTP over a Unix socket for pretend vLLM servers; standard library only."""
+"""HTTP servers that pretend, on a port or on a Unix socket; standard library only."""
 
 import json
 import socketserver
-from http.server import BaseHTTPRequestHandler
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -25,6 +27,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def address_string(self):
         return ""
+
+
+@contextmanager
+def serve(**methods):
+    """The address of a server whose requests these methods of a handler answer."""
+    handler = type("Answers", (Handler,), methods)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 class Server(socketserver.ThreadingUnixStreamServer):

@@ -5,9 +5,8 @@ import random
 import re
 import threading
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 
-from pretend_http import Handler
+import pretend_http
 from turns import episode
 
 from gspo_env.types import Group, Task, Turn
@@ -84,15 +83,9 @@ class PretendJudge:
 @contextmanager
 def serve(answer=good):
     judge = PretendJudge(answer)
-    handler = type("H", (Handler,), {"do_POST": lambda self: judge.reply(self)})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    judge.url = f"http://127.0.0.1:{server.server_port}/v1"
-    try:
+    with pretend_http.serve(do_POST=lambda handler: judge.reply(handler)) as url:
+        judge.url = f"{url}/v1"
         yield judge
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def group(*episodes, rewards=()):

@@ -58,12 +58,8 @@ def test_a_secret_is_not_written(value):
 @pytest.mark.parametrize(
     "text",
     [
-        TOKEN,
-        "sk-proj-" + "x" * 20,
-        "hf_" + "x" * 30,
-        "AKIAABCDEFGHIJKLMNOP",
-        "xoxb-1234567890-abc",
-        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4",
+        *(TOKEN, "sk-proj-" + "x" * 20, "hf_" + "x" * 30, "AKIAABCDEFGHIJKLMNOP"),
+        *("xoxb-1234567890-abc", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4"),
         "glpat-" + "y" * 20,
     ],
 )

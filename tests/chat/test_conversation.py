@@ -41,6 +41,14 @@ def ask(transcript, *messages, **fields):
     return transcript.read("", "user", StepInfo(messages=messages, **fields))
 
 
+def begin(chat, action):
+    """A conversation of one question and this action."""
+    transcript = Transcript(chat, Prompt())
+    ask(transcript, user("amber"))
+    transcript.write(sampled(chat, action))
+    return transcript
+
+
 def rendered(chat, *messages):
     messages_in = [{"role": m.role, "content": m.content} for m in messages]
     return chat.tokenizer.apply_chat_template(
@@ -134,9 +142,7 @@ def test_reasoning_that_a_message_lacks_is_shown_where_the_template_shows_it():
 
 def test_reasoning_that_differs_is_not_the_sampled_action():
     chat = forks.make_chat("thinking")
-    transcript = Transcript(chat, Prompt())
-    ask(transcript, user("amber"))
-    transcript.write(sampled(chat, "<think>two links</think>stone"))
+    transcript = begin(chat, "<think>two links</think>stone")
     tool = Message(role="tool", content="river")
     other = assistant("stone", reasoning="follow")
     assert ask(transcript, user("amber"), other, tool).parent is None
@@ -151,9 +157,7 @@ def test_reasoning_that_differs_is_not_the_sampled_action():
     ],
 )
 def test_a_new_sequence_names_its_reason(chat, messages_in, reason):
-    transcript = Transcript(chat, Prompt())
-    ask(transcript, user("amber"))
-    transcript.write(sampled(chat, "stone"))
+    transcript = begin(chat, "stone")
     ask(transcript, user("amber"), assistant("stone"), user("river"))
     transcript.write(sampled(chat, "stone"))
     opening = ask(transcript, *messages_in)
@@ -193,9 +197,7 @@ def test_a_question_asked_twice_is_two_branches_of_one_turn(chat):
 def test_a_sampled_control_token_stays_one_and_its_text_does_not_become_one():
     chat = forks.make_chat("appends")
     controls = chat.text.controls
-    transcript = Transcript(chat, Prompt())
-    ask(transcript, user("amber"))
-    transcript.write(sampled(chat, "<think>birch</think>stone"))
+    transcript = begin(chat, "<think>birch</think>stone")
     messages_in = [user("amber"), assistant("<think>birch</think>stone"), user("again")]
     grown = ask(transcript, *messages_in)
     assert grown.parent == 0

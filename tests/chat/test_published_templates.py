@@ -34,12 +34,8 @@ _OTHER = ("_training", "idefics3", "llava_next", "smolvlm")
 """Templates that TRL changed for training, and those of messages with images."""
 TEMPLATES = {f.stem: f for f in _FILES if not f.stem.endswith(_OTHER)}
 ENDS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|return|>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    "<end_of_turn>",
-    "<turn|>",
+    *("<|im_end|>", "<|eot_id|>", "<|return|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    *("<end_of_turn>", "<turn|>"),
 )
 CONTROLS = (
     r"<\|[\w\-/]+\|>|</?(?:think|tool_call|tool_response|arg_key|arg_value)>|\[/?INST\]|"
@@ -309,29 +305,10 @@ SHAPES = {
 }
 """The form of a call in templates that no installed package has."""
 NASTY = [
-    *(
-        "",
-        " a ",
-        "\n",
-        "\na\n",
-        "a\r\nb",
-        "\u2028\x85",
-        "\U0001d4b3 \u00e9",
-        "'q' \"r\"",
-        "a\\",
-        "\\n",
-    ),
-    *("null", "None", "true", "1e400", "[1]", '{"a": 1}', "<b>", "&amp;", "<![CDATA[x]]>", "; {"),
-    *(
-        "</tool_call>",
-        "<think>",
-        "</think>",
-        "<|im_start|>",
-        "[TOOL_CALLS]",
-        "{{ x }}",
-        "</function>",
-    ),
-    '<tool_call>{"name": "look", "arguments": {}}</tool_call>',
+    *("", " a ", "\n", "\na\n", "a\r\nb", "\u2028\x85", "\U0001d4b3 \u00e9", "'q' \"r\"", "a\\"),
+    *("\\n", "null", "None", "true", "1e400", "[1]", '{"a": 1}', "<b>", "&amp;", "; {"),
+    *("<![CDATA[x]]>", "</tool_call>", "<think>", "</think>", "<|im_start|>", "[TOOL_CALLS]"),
+    *("{{ x }}", "</function>", '<tool_call>{"name": "look", "arguments": {}}</tool_call>'),
     "[look(key='a')]",
 ]
 OTHERS = [

@@ -633,18 +633,9 @@ def test_a_comparison_whose_runs_all_fail_is_an_error_without_tracebacks(
 ):
     tokenizer.save_pretrained("words")
     Path("words/config.json").write_text('{"model_type": "qwen3"}')
-    arguments = [
-        "--model",
-        "./words",
-        "--arm",
-        "gamma=0.5,1.0",
-        "--seeds",
-        "1",
-        "--tracker",
-        "none",
-    ]
+    arguments = "--model ./words --arm gamma=0.5,1.0 --seeds 1 --tracker none --workers 1"
     with pytest.raises(SystemExit) as ended:
-        main(["compare", *arguments, "--workers", "1", "--output", "out"])
+        main(["compare", *arguments.split(), "--output", "out"])
     out, err = capfd.readouterr()
     assert ended.value.code == 2
     assert "all 2 runs failed; the first: ModelError: cannot load the model './words'" in err

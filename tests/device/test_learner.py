@@ -33,8 +33,7 @@ def same_on_both(model, loss, samples, tolerance=0.0, **config):
         for name, value in here.items():
             if not name.startswith("time/") and not name.endswith("_per_second"):
                 assert found[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
-    for name, value in weights.items():
-        torch.testing.assert_close(moved_weights[name], value, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(moved_weights, weights, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["GSPO", "turns", "KL", "mask"])

@@ -78,16 +78,8 @@ def test_vllm_sleeps_during_the_update_and_wakes_with_the_new_weights(model, sta
         assert engine.weights_version == 2
         engine.close()
     assert recorder.calls == [
-        ("sleep", 2),
-        ("wake", "weights"),
-        "load_checked",
-        ("version", "1"),
-        ("wake", "kv_cache"),
-        "reset",
-        "load_checked",
-        ("version", "2"),
-        "reset",
-        "shutdown",
+        *(("sleep", 2), ("wake", "weights"), "load_checked", ("version", "1")),
+        *(("wake", "kv_cache"), "reset", "load_checked", ("version", "2"), "reset", "shutdown"),
     ]
     assert recorder.loaded.keys() == first.keys()  # tied embeddings stay tied on a GPU
     for name, tensor in recorder.loaded.items():
@@ -130,14 +122,8 @@ def test_weights_in_flight_wait_for_the_steps_that_a_gpu_still_computes(model, s
         engine.close()
     assert (done.token_ids, done.weights_version, done.weights_versions) == ((5, 6), 0, ())
     assert recorder.calls == [
-        ("pause", "keep", False),
-        "step a",
-        "step b",
-        "load_checked",
-        ("version", "3"),
-        "reset",
-        "resume",
-        "shutdown",
+        *(("pause", "keep", False), "step a", "step b", "load_checked", ("version", "3"), "reset"),
+        *("resume", "shutdown"),
     ]
 
 

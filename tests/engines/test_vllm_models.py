@@ -22,18 +22,10 @@ from gspo_env.training.weight_check import HALF_TOLERANCE, difference
 pytestmark = pytest.mark.vllm
 
 SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
+    **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+    **{"max_position_embeddings": 256, "tie_word_embeddings": False},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1},
 }
 MODELS = {
     "Qwen3Moe": {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 32},

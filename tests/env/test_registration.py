@@ -49,6 +49,8 @@ def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path: Path) -> None
     assert env_id == "custom/CornerEnv-v0"
     assert gspo_env.resolve_env(f"{path}:CornerEnv") == env_id
     assert [t.name for t in gspo_env.make_env(env_id).get_wrapper_attr("tools")] == ["ask"]
+    with pytest.raises(UnknownEnvironmentError, match="no environment 'NotAnEnv'"):
+        gspo_env.resolve_env(f"{path}:NotAnEnv")
     path.write_text(FILE_ENV.replace("ask", "beg"))
     env = gspo_env.make_env(f"{path}:CornerEnv")
     assert [t.name for t in env.get_wrapper_attr("tools")] == ["beg"]
@@ -111,13 +113,6 @@ def test_another_class_with_the_name_of_the_first_is_said(caplog) -> None:
     assert caplog.text.rstrip().endswith("a.Twice")
 
 
-def test_a_file_without_the_class_is_an_error(tmp_path: Path) -> None:
-    good = tmp_path / "good.py"
-    good.write_text(FILE_ENV)
-    with pytest.raises(UnknownEnvironmentError, match="no environment 'NotAnEnv'"):
-        gspo_env.resolve_env(f"{good}:NotAnEnv")
-
-
 @pytest.mark.parametrize("suffix", [".py", ""])
 @pytest.mark.parametrize("code", ["1 / 0", "class E(:", "raise SystemExit(3)", "int('x')"])
 def test_a_file_or_module_that_raises_is_an_error_that_says_so(
@@ -139,17 +134,16 @@ def test_arguments_reach_the_environment_and_bad_ones_are_named() -> None:
         gspo_env.make_env("gspo/Lookup-v0", hop=3)
     with pytest.raises(ConfigError, match="expected 1 <= hops"):
         gspo_env.make_env("gspo/Lookup-v0", hops=(3, 2))
+    with pytest.raises(ConfigError, match=r"gspo/Dataset-v0 cannot be made.*'data'"):
+        make_env("gspo/Dataset-v0")
 
 
-def test_an_environment_without_its_methods_is_refused() -> None:
+def test_an_environment_without_its_methods_or_without_text_is_refused() -> None:
     class Still(TextEnv):
         """Has no step."""
 
     with pytest.raises(EnvironmentContractError, match="Still has no step; expected both methods"):
         make_env(Still)
-
-
-def test_an_environment_without_text_is_refused() -> None:
     with pytest.raises(EnvironmentContractError, match=r"observation_space is Box.*expected text"):
         gspo_env.make_env("CartPole-v1")
 
@@ -194,8 +188,3 @@ def test_plugins_are_loaded_and_a_broken_one_is_only_logged(
     registration.register_builtin()
     assert "entry point bad" in caplog.text
     assert "plugin/Shop-v0" in [env.id for env in gspo_env.describe_envs()]
-
-
-def test_an_environment_that_needs_arguments_says_which():
-    with pytest.raises(ConfigError, match=r"gspo/Dataset-v0 cannot be made.*'data'"):
-        make_env("gspo/Dataset-v0")

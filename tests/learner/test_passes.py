@@ -35,9 +35,8 @@ def test_dropout_is_off_in_every_pass(model, samples, gradients, kind, checkpoin
     again, _ = gradients(learner, samples)
     assert metrics["train/ratio_min"] == metrics["train/ratio_max"] == 1.0
     plain, _ = gradients(learner_of(given), samples)
-    for name, value in found.items():
-        torch.testing.assert_close(again[name], value, rtol=0, atol=0)
-        torch.testing.assert_close(plain[name], value, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(again, found, rtol=0, atol=0)
+    torch.testing.assert_close(plain, found, rtol=1e-4, atol=1e-6)
 
 
 def test_the_parts_make_the_update(model, samples):
@@ -54,8 +53,7 @@ def test_the_parts_make_the_update(model, samples):
     for minibatch in scored:
         parts.backward(minibatch)
         assert parts.step() > 0
-    for a, b in zip(whole.policy.parameters(), parts.policy.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, whole.policy.parameters(), parts.policy.parameters()))
 
 
 @pytest.mark.parametrize("loss", [GSPO(), GSPO(kl_coef=0.1)])
@@ -79,8 +77,7 @@ def test_samples_without_a_model_token_change_nothing(model, samples, gradients)
     found, metrics = gradients(learner_of(model), [empty_sample(), *samples])
     wanted, wanted_metrics = gradients(learner_of(model), samples)
     assert metrics["train/loss"] == wanted_metrics["train/loss"]
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     assert np.isfinite([*learner_of(model).update([empty_sample(), *samples]).values()]).all()
     with pytest.raises(BatchError, match="no sample has a model token"):
         learner_of(model).update([empty_sample()])

@@ -145,8 +145,7 @@ def test_the_ratio_of_an_episode_in_several_rows_stays_that_of_the_whole_after_a
     (one, weights), (other, same) = ends
     for key in ("train/loss", "train/ratio", "train/ratio_min", "train/ratio_max"):
         assert one[key] == pytest.approx(other[key], abs=1e-7)
-    for name, value in weights.items():
-        torch.testing.assert_close(same[name], value, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(same, weights, rtol=1e-3, atol=1e-6)
 
 
 def test_the_first_step_needs_no_pass_for_its_ratios(model, gradients):
@@ -159,8 +158,7 @@ def test_the_first_step_needs_no_pass_for_its_ratios(model, gradients):
     assert passes == [True] * len(samples)
     assert metrics["train/ratio_min"] == metrics["train/ratio_max"] == 1.0
     whole, _ = gradients(learner_of(model, GSPO()), samples)
-    for name, value in whole.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-8)
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-8)
 
 
 def _weighted(base):
@@ -185,8 +183,7 @@ def test_a_loss_of_ones_own_gets_the_log_probabilities_of_an_episodes_other_rows
     samples = to_samples(episodes(), credit(episodes()))
     found, _ = gradients(learner_of(model, _weighted(base), microbatch_tokens=1), samples)
     whole, _ = gradients(learner_of(model, _weighted(base)), samples)
-    for name, value in whole.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-8)
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-8)
 
 
 def test_sampled_tokens_are_trained_once_and_forks_compute_their_context_once():

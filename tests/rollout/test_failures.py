@@ -82,15 +82,8 @@ def sampled(episode):
 
 
 REASONS = {
-    "raise": StopReason.ERROR,
-    "exit": StopReason.ERROR,
-    "cancel": StopReason.ERROR,
-    "unreadable": StopReason.ERROR,
-    "long": StopReason.INVALID,
-    "odd": StopReason.INVALID,
-    "nan": StopReason.INVALID,
-    "inf": StopReason.INVALID,
-    "text": StopReason.INVALID,
+    **dict.fromkeys(("raise", "exit", "cancel", "unreadable"), StopReason.ERROR),
+    **dict.fromkeys(("long", "odd", "nan", "inf", "text"), StopReason.INVALID),
 }
 
 

@@ -9,12 +9,12 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jails import run_python
+from pretend_http import serve
 
 from gspo_env.errors import OutputError
 from gspo_env.tracking import MLflow, MultiTracker, NoTracker, RunInfo, start
@@ -425,39 +425,24 @@ def test_a_run_of_which_only_the_answer_was_lost_is_found_again(store, tmp_path,
     assert (run.data.params, run.data.metrics) == ({"p": "1"}, {"a": 1.0})
 
 
-class _Hangs(BaseHTTPRequestHandler):
-    """Answers when it is asked for its health, and else never."""
-
-    def do_GET(self):
-        if self.path != "/health":
-            self.server.hung.set()
-            self.server.release.wait(60)
-        self.send_response(200)
-        self.end_headers()
-
-    do_POST = do_GET
-
-    def log_message(self, *args):
-        pass
-
-
 def test_a_server_that_hangs_ends_neither_the_run_nor_keeps_it(tmp_path, monkeypatch):
     monkeypatch.setattr("gspo_env.tracking.jsonl.PATIENCE", 0.5)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hangs)
-    server.hung, server.release = threading.Event(), threading.Event()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    uri = f"http://127.0.0.1:{server.server_port}"
-    try:
+    hung, release = threading.Event(), threading.Event()
+
+    def hang(handler):
+        if handler.path != "/health":
+            hung.set()
+            release.wait(60)
+        handler.answer({})
+
+    with serve(do_GET=hang, do_POST=hang) as uri:
         with start(MLflow(tracking_uri=uri), RunInfo(name="r", folder=tmp_path)) as tracker:
             tracker.log({"a": 1.0, "b": 2.0}, 1)
-            assert server.hung.wait(60)
-        (problem,) = tracker.problems
-        assert "has not received 2 points" in problem
-        assert len(lines(tmp_path)) == 1
-    finally:
-        server.release.set()
-        server.shutdown()
-        server.server_close()
+            assert hung.wait(60)
+        release.set()
+    (problem,) = tracker.problems
+    assert "has not received 2 points" in problem
+    assert len(lines(tmp_path)) == 1
 
 
 def test_the_files_of_the_queue_can_be_read_by_their_owner_alone(tmp_path):

@@ -2,11 +2,11 @@ import contextlib
 import math
 import socket
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
+from pretend_http import serve
 from turns import episode, turn
 
 from gspo_env.errors import ConfigError
@@ -337,19 +337,12 @@ def test_an_answer_that_never_ends_is_refused(answer, monkeypatch):
 
 
 def test_a_server_that_answers_is_asked_once():
-    class Server(BaseHTTPRequestHandler):
-        def do_GET(self):
-            paths.append(self.path)
-            self.send_response(401)
-            self.end_headers()
-
-        def log_message(self, *args):
-            pass
+    def refuse(handler):
+        paths.append(handler.path)
+        handler.answer({}, 401)
 
     paths = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serve(do_GET=refuse) as uri:
         for _ in range(2):  # the command asks before it loads PyTorch, the agent before it trains
-            check_trackers(MLflow(tracking_uri=f"http://127.0.0.1:{server.server_port}"))
-        server.shutdown()
+            check_trackers(MLflow(tracking_uri=uri))
     assert paths == ["/health"]

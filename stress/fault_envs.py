@@ -9,9 +9,7 @@ import asyncio
 import random
 from dataclasses import dataclass, replace
 
-from small_env import Tools
-
-from gspo_env import TextEnv, tool
+from gspo_env import TextEnv, ToolEnv, tool
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.learner import GSPO
 
@@ -84,15 +82,20 @@ class Long(Pick):
         return " ".join([super().expert_action(noise)] * times)
 
 
-class Malformed(Tools):
+class Malformed(ToolEnv):
     """A malformed call is paid better than a right one."""
 
+    blocking = False
     system_prompt = "Call the tool."
     credit_score = "turns"
     error_reward = 0.5
 
     def __init__(self):
         super().__init__(max_turns=3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed, options=options)
+        return "go", {}
 
     @tool
     def pick(self, word: str) -> str:
