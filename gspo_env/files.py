@@ -30,10 +30,11 @@ from typing import Any
 from gspo_env.errors import OutputError
 
 _TEXTS = re.compile(
-    r'''"""(?s:[^\\]|\\.)*?"{3,5}|\'{3}(?s:.)*?'{3,5}|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+'|\#[^\n]*+'''
+    r'''"""(?s:[^\\]|\\.)*?(?:"{3,5}|\Z)|\'{3}(?s:.)*?(?:'{3,5}|\Z)'''
+    r"""|"(?:[^"\\\n]|\\.)*+"?|'[^'\n]*+'?|\#[^\n]*+"""
 )
-"""The texts and comments of TOML."""
-_LONG_KEY = re.compile(r"(?:[\w-]++[ \t]*+\.[ \t]*+){32}")
+"""The texts and comments of TOML, also those without an end, so that each is read once."""
+_LONG_KEY = re.compile(r"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){32}")
 
 
 def check_folder(folder: Path) -> None:

@@ -46,6 +46,9 @@ deep: dict = {}
 for _ in range(150):
     deep = {"not": deep}
 SCHEMAS["deep"] = deep
+nested: list = []
+for _ in range(500):
+    nested = [nested]
 
 
 def text(content, **more):
@@ -55,6 +58,8 @@ def text(content, **more):
 RESULTS = {
     "big error": text("x" * 800_000, isError=True),
     "empty": text(""),
+    "surrogates": text("th\ud800 \U0001f600 \\ud800"),
+    "nested": {**text("x"), "structuredContent": {"a": nested}},
     "blocks": {"content": [{"type": "text", "text": "x"}] * 20_000},
     "big result": text("x" * 8_000_000),
     "values": {**text("x"), "structuredContent": {"a": [[]] * 500_000}},

@@ -170,6 +170,12 @@ HIDDEN_KEY = 'x = {a = """\\"""", ' + "b." * 50_000 + 'b = "1"}'
         (b'{"config": "[' + b"'$'. " * 50_000 + b'a]"}', "a key has more than 32 parts"),
         (b'{"config": "x = {' + b"a\\t ." * 50_000 + b'a = 1}"}', "more than 32 parts"),
         (json.dumps({"config": HIDDEN_KEY}).encode(), "more than 32 parts"),
+        # each of these took hours: it was searched anew from each of its characters
+        (json.dumps({"config": "k" * 1_000_000 + " = 1"}).encode(), "unknown field 'kkk"),
+        (json.dumps({"config": '\\"""\n' * 100_000}).encode(), "is damaged"),
+        (json.dumps({"config": '\\"' * 100_000}).encode(), "is damaged"),
+        (json.dumps({"config": f'env = ":{"1" * 1_000_000}x"'}).encode(), "env = "),
+        (json.dumps({"config": f"env = {[f'e{n}' for n in range(60_000)]}"}).encode(), "env = "),
     ],
 )
 def test_damaged_settings_are_one_sentence(capsys, foreign, content, words):

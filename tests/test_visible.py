@@ -85,10 +85,12 @@ def test_the_names_of_tensors_have_no_escape_sequence(capfd, tmp_path, model, to
     assert not {"\x1b", "\x07", "\r", "\u202e"} & set(said)
 
 
-@pytest.mark.parametrize("name", [r"$\frac$", "$", r"\$x$", "$x$ $", HOSTILE, "a_b^c \\"])
+@pytest.mark.parametrize(
+    "name", [r"$\frac$", "$", r"\$x$", "$x$ $", HOSTILE, "a_b^c \\", "x" * 10**6]
+)
 def test_a_name_that_looks_like_a_formula_is_drawn_as_it_is(tmp_path, name):
     run = RunRecord.in_progress(Config(), [(0, {"eval/success": 0.5})])
     figure = learning_curve(run, name)
     figure.savefig(tmp_path / "curve.png")  # a broken formula would raise
     title = figure.get_suptitle()
-    assert title == visible(name).replace("$", r"\$")
+    assert title == visible(name[:300]).replace("$", r"\$")

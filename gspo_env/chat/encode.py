@@ -38,8 +38,8 @@ _HALF_STAND_IN = re.compile(
 )
 _LOW = 1000
 """Number of low surrogates that stand-ins use; the others mark text for `ChatTemplate`."""
-# what `rstrip` and `lstrip` of an added token remove
-_LEADING_SPACE, _TRAILING_SPACE = re.compile(r"\A[^\S\x1c-\x1f]+"), re.compile(r"[^\S\x1c-\x1f]+\Z")
+_SPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
+"""What `rstrip` and `lstrip` of an added token remove."""
 
 
 class TextEncoder:
@@ -132,9 +132,9 @@ class TextEncoder:
             control = None if stand_in is None else _id_of(stand_in)
             after = None if control is None else self.controls[control]
             if before is not None and before.rstrip:
-                text = _LEADING_SPACE.sub("", text)
+                text = text.lstrip(_SPACE)
             if after is not None and after.lstrip:
-                text = _TRAILING_SPACE.sub("", text)
+                text = text.rstrip(_SPACE)
             if text:
                 ids += self.encode(text, first=first and not ids)
             if control is not None:

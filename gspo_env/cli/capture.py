@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import operator
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -120,10 +121,7 @@ class Capture:
                 "expected none"
             )
         check_values(self)
-        if Path(self.out).exists():
-            raise ConfigError(f"{self.out!r} exists; expected a new file")
-        if not Path(self.out).absolute().parent.is_dir():
-            raise ConfigError(f"the folder of {self.out!r} does not exist")
+        check_new_file(self.out)
         if self.env:
             return self.env_kwargs
         try:
@@ -132,6 +130,18 @@ class Capture:
             raise ConfigError(f"command is {self.command!r}: {error}") from error
         started = {"program": self.program} if self.program else {"command": command}
         return {**started, "data": self.data, "rewards": list(self.rewards)}
+
+
+def check_new_file(name: str) -> None:
+    """Refuses a file that exists, or has no folder, before work is done for it.
+
+    Raises:
+        ConfigError: It does, or has none.
+    """
+    if os.path.lexists(name):
+        raise ConfigError(f"{name!r} exists; expected a new file")
+    if not Path(name).absolute().parent.is_dir():
+        raise ConfigError(f"the folder of {name!r} does not exist")
 
 
 Condition = Callable[[Mapping[str, float]], bool]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from gspo_env.cli.capture import check_new_file
 from gspo_env.errors import ConfigError
 from gspo_env.registry import load_function
 
@@ -43,6 +44,8 @@ class Rescore:
 
         if not self.folder or not self.rewards:
             raise ConfigError("expected the folder of a run and --rewards")
+        if self.out:
+            check_new_file(self.out)
         by_group: dict[str, list[EpisodeRecord]] = {}
         for record in read_episodes(self.folder, phases=self.phases):
             if record.turns:

@@ -10,6 +10,7 @@ import os
 import re
 import reprlib
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -68,7 +69,7 @@ _AGENTS = {
     "scripted": "gspo_agents.scripted:ScriptedAgent",
 }
 _ENTRY = re.compile(
-    r"(?:(?P<name>[\w.-]+)=)?(?P<spec>.+?)(?::(?P<weight>[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?))?",
+    r"(?:(?P<name>[\w.-]+)=)?(?P<spec>.+?)(?::(?P<weight>[+-]?(?:\d++\.?\d*+|\.\d+)(?:e[+-]?\d+)?))?",
     re.DOTALL,
 )
 _NAME = re.compile(r"[\w.-]+")
@@ -410,8 +411,8 @@ def read_members(
 
 
 def _check_names(names: Sequence[str], entries: Sequence[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise ConfigError(
                 f"env has two environments {name!r}; expected different names, such as "
                 f"a={entries[0]} b={entries[1]}"

@@ -51,6 +51,8 @@ _UPDATE = {
 }
 _LEGEND_WIDTH = 90
 """Characters of the names in a line of the legend."""
+_LONGEST_LABEL = 300
+"""Characters of a name that are drawn; a picture of a hundred thousand takes ten seconds."""
 _FEWEST = 2
 """Episodes that a turn index needs to be drawn."""
 
@@ -211,8 +213,8 @@ def comparison_figure(comparison: Comparison, name: str, rows: Sequence[Row]) ->
 
 
 def plain(text: str) -> str:
-    """Returns a text that Matplotlib draws as it is, not as a formula."""
-    return visible(text).replace("$", r"\$")
+    """Returns a text, or its beginning, that Matplotlib draws as it is, not as a formula."""
+    return visible(text[:_LONGEST_LABEL]).replace("$", r"\$")
 
 
 def _panels(count: int, **options: Any) -> tuple[Figure, list[Axes]]:

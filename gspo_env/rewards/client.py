@@ -30,6 +30,7 @@ from gspo_env.runtime.processes import Guard
 _LATER = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses after which the same request may succeed."""
 _URL = r"https?://(\S+@)?([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?(/\S*)?"
+_TABLE = "answers (key TEXT PRIMARY KEY, text TEXT)"
 _INSERT = "INSERT OR REPLACE INTO answers (key, text) VALUES (?, ?)"
 _LONGEST_WAIT = 60.0
 """Seconds between two attempts, at most."""
@@ -221,10 +222,11 @@ def _open_cache(path: str) -> sqlite3.Connection:
         cache = sqlite3.connect(
             path or ":memory:", timeout=60, isolation_level=None, check_same_thread=False
         )
-        cache.executescript(
-            "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT);"
-            f"BEGIN IMMEDIATE; {_INSERT.replace('?', 'NULL')}; ROLLBACK"
-        )
+        cache.execute(f"CREATE TABLE IF NOT EXISTS {_TABLE}")
+        schema = cache.execute("SELECT sql FROM sqlite_schema WHERE sql NOTNULL").fetchall()
+        if schema != [(f"CREATE TABLE {_TABLE}",)]:  # a trigger might never end
+            raise sqlite3.DatabaseError(f"it has {schema[-1][0]!r:.80}")
+        cache.executescript(f"BEGIN IMMEDIATE; {_INSERT.replace('?', 'NULL')}; ROLLBACK")
     except sqlite3.Error as error:
         raise ConfigError(f"cache is {path!r}; expected a file of answers: {error}") from error
     return cache

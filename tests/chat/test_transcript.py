@@ -167,6 +167,19 @@ def test_a_tokenizer_that_panics_is_one_error():
         ChatTokenizer(tokenizer).encode(HARMLESS)
 
 
+def test_white_space_around_a_control_token_is_read_once():
+    made = FAMILIES["phi3"]().backend_tokenizer.to_str().replace('"lstrip":false', '"lstrip":true')
+    text = TextEncoder(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(made)))
+    end = text.decode_rendering([next(iter(text.controls))])
+    short, long = (
+        text.encode_rendering(f"{' ' * count}x{end}\t\u3000{end} \x1f{end}")
+        for count in (1000, 500_000)
+    )
+    assert short[-5:] == long[-5:]
+    assert text.encode_rendering(f"x \x1f{end}") == [*text.encode("x \x1f"), *long[-1:]]
+    assert text.encode_rendering(f"x\t\u3000{end}") == [*text.encode("x"), *long[-1:]]
+
+
 def test_a_tokenizer_that_drops_what_it_does_not_know_is_named(caplog):
     backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     backend.add_special_tokens([AddedToken("<end>", special=True, normalized=False)])

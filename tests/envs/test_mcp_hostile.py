@@ -109,6 +109,8 @@ def test_a_pattern_is_left_to_the_server(play, kind, value):
         ("blocks", "[19900 more blocks left out]", 0),
         ("not a result", "MCP server 'w' sent an invalid answer", 1),
         ("bytes", "th\ufffd", 0),
+        ("surrogates", "th\ufffd \U0001f600 \\ud800", 0),
+        ("nested", "MCP server 'w' refused: ValidationError", 1),
         ("stderr", "ok", 0),
         ("flood", "ok", 0),
     ],

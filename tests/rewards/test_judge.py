@@ -179,7 +179,9 @@ def test_hostile_characters_of_an_episode_reach_the_judge(server):
     assert score(judge(server), group(["\udc80\x00 quality 4"])).episodes[0].outcome == 0.4
 
 
-@pytest.mark.parametrize("damage", ["text", "torn", "folder", "nowhere", "columns", "table"])
+@pytest.mark.parametrize(
+    "damage", ["text", "torn", "folder", "nowhere", "columns", "table", "endless"]
+)
 def test_a_cache_that_cannot_be_used_is_refused(tmp_path, damage):
     path = tmp_path / "cache"
     if damage == "text":
@@ -197,8 +199,15 @@ def test_a_cache_that_cannot_be_used_is_refused(tmp_path, damage):
         path.write_bytes(path.read_bytes()[:30_000])
     else:
         with contextlib.closing(sqlite3.connect(path)) as file, file:
-            columns = "(text)" if damage == "columns" else "(key, text, more NOT NULL)"
-            file.execute(f"CREATE TABLE answers {columns}")
+            columns = {"columns": "(text)", "table": "(key, text, more NOT NULL)"}
+            own = "(key TEXT PRIMARY KEY, text TEXT)"
+            file.execute(f"CREATE TABLE answers {columns.get(damage, own)}")
+            if damage == "endless":
+                file.execute(
+                    "CREATE TRIGGER t BEFORE INSERT ON answers BEGIN SELECT count(*) FROM (WITH "
+                    "RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x FROM c) SELECT x FROM c); "
+                    "END"
+                )
     with pytest.raises(ConfigError, match=f"cache is '{path}'; expected"):
         Judge(model="m", url="http://x", cache=str(path))
 
@@ -520,6 +529,12 @@ def test_a_kept_run_is_scored_again_with_other_rewards(server, files, capsys):
     agent = GSPOAgent(config=config)
     agent.train()
     rewards = ["judges.py:JUDGE", "judges.py:matches"]
+    for taken in ("judges.py", "gone"):  # known before a question is asked
+        Path("gone").unlink(missing_ok=True)
+        Path("gone").symlink_to("nowhere")
+        with pytest.raises(SystemExit):
+            main(["rescore", str(agent.folder), "--rewards", "x:y", "--out", taken])
+        assert f"'{taken}' exists; expected a new file" in capsys.readouterr().err
     main(["rescore", str(agent.folder), "--rewards", *rewards, "--out", "again.jsonl"])
     assert "before," in capsys.readouterr().out
     rows = [json.loads(line) for line in Path("again.jsonl").read_text().splitlines()]

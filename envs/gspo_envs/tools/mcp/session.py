@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
+import json
 import logging
 import os
+import re
 import sys
 import tempfile
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from gspo_env.errors import ConfigError, MissingExtraError, ToolServerError
 from gspo_env.redaction import redact, resolve
@@ -32,6 +37,10 @@ _MOST_PAGES = 50
 _MOST_TOOLS = 500
 _LONGEST_REASON = 500
 """Characters of an error that the policy or the log shows."""
+_SURROGATE = re.compile(r"\\\\|\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(\\u[dD][89a-fA-F]\w\w)")
+"""In JSON, an escaped backslash, a character in two halves, or (the group) half a character."""
+_ANSWER = re.compile(r'"jsonrpc": ?"2.0", ?"id": ?([0-9]{1,15})(?!, ?"(?:method|params))\b')
+"""The number of a call in its answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,7 +294,41 @@ async def _transport(server: MCPServer, stack: AsyncExitStack, log: Any) -> Any:
         cwd=server.cwd,
         encoding_error_handler="replace",
     )
-    return stdio_client(started, errlog=log)
+    return _answers(stdio_client(started, errlog=log))
+
+
+@asynccontextmanager
+async def _answers(transport: Any) -> AsyncIterator[tuple[Any, Any]]:
+    """Opens a transport whose answers that are no messages are errors of their calls."""
+
+    class Messages:
+        async def __aenter__(self) -> None: ...
+
+        async def __aexit__(self, *_: object) -> None:
+            await read.aclose()
+
+        async def __aiter__(self) -> AsyncIterator[Any]:
+            async for item in read:
+                yield _read_again(item) if isinstance(item, ValidationError) else item
+
+    async with transport as (read, write):
+        yield Messages(), write
+
+
+def _read_again(error: ValidationError) -> Any:
+    """Reads a line that is no message: without lone surrogates, else as the error of its call."""
+    from mcp.shared.message import SessionMessage
+    from mcp.types import PARSE_ERROR, jsonrpc_message_adapter
+
+    line = str(error.errors()[0]["input"])
+    whole = _SURROGATE.sub(lambda match: "\\ufffd" if match[1] else match[0], line)
+    answer = _ANSWER.search(line)
+    reason = {"code": PARSE_ERROR, "message": _reason(error)}
+    refusal = {"jsonrpc": "2.0", "id": int(answer[1]), "error": reason} if answer else None
+    for text in (whole, json.dumps(refusal)):
+        with contextlib.suppress(ValueError):
+            return SessionMessage(jsonrpc_message_adapter.validate_json(text, by_name=False))
+    return error
 
 
 async def _accept(name: str, result: Any) -> None:
