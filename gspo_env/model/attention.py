@@ -42,7 +42,6 @@ class Ragged(Protocol):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
         """Attends in a row; queries (T, H, D), keys and values (T, Hkv, D); returns (T, H, D)."""
-        ...
 
 
 def _ragged_attention(

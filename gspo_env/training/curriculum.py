@@ -40,7 +40,6 @@ class Curriculum(Protocol):
         Args:
             results: All steps before, the last one last.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,21 +54,17 @@ class Reporter(Protocol):
 
     def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
         """Reports an update, with every metric of the step."""
-        ...
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Reports an evaluation."""
-        ...
 
     def groups_to_keep(self, groups: int) -> Collection[int]:
         """Returns the indices of the training groups to keep the episodes of."""
-        ...
 
     def played(
         self, step: int, groups: Mapping[int, Group], tokens: Mapping[Place, TokenValues]
     ) -> None:
         """Reports the groups to keep, by index, and what the update did to their tokens."""
-        ...
 
     def scored(self, score: Score | None, reason: str) -> None:
         """Reports which rewards the run learns from, once its first episodes have decided it.
@@ -77,11 +73,9 @@ class Reporter(Protocol):
             score: The score; None if each of several environments has its own.
             reason: Why, and which score an environment has if there are several.
         """
-        ...
 
     def warned(self, finding: Finding) -> None:
         """Reports why the run learns nothing, or less than its settings say."""
-        ...
 
 
 @dataclass(slots=True)
