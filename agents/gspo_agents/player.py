@@ -14,7 +14,7 @@ from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines import Completion, Sampling
 from gspo_env.errors import ConfigError, EngineError
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.runtime.loops import rare_garbage_collection, run, run_alone
+from gspo_env.runtime.loops import rare_garbage_collection, run, run_alone, running_loop
 from gspo_env.types import Prompt, Role
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class EngineLoop:
             ConfigError: It is called on the loop of `run`, which cannot wait for itself.
             EngineError: The run ended, or there was no answer in time.
         """
-        loop, current = self._loop, _running()
+        loop, current = self._loop, running_loop()
         if loop is not None and loop is current:
             coroutine.close()
             raise ConfigError(
@@ -77,13 +77,6 @@ class EngineLoop:
             raise EngineError(f"an action was not sampled within {seconds:g} s") from error
         except CancelledError as error:
             raise EngineError("the run ended while an action was sampled") from error
-
-
-def _running() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 class Player:

@@ -16,12 +16,13 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from gspo_env.errors import EnvironmentContractError
+from gspo_env.runtime.futures import run_in_daemon
 
 logger = logging.getLogger(__name__)
 
@@ -144,33 +145,23 @@ def run_alone(coroutine: Coroutine[Any, Any, T]) -> T:
     If the caller is on an event loop already, as in a notebook, the new loop runs in a thread.
     """
     results: list[T] = []
-    if _running_loop() is None:
+    if running_loop() is None:
         asyncio.run(_append(coroutine, results))
         return results[0]
     loop = asyncio.new_event_loop()
     task = loop.create_task(_append(coroutine, results))
-    future: Future[None] = Future()
-
-    async def wait() -> None:
-        await task
 
     def work() -> None:
-        try:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                runner.run(wait())
-        except BaseException as error:  # the caller's to handle
-            future.set_exception(error)
-        else:
-            future.set_result(None)
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(wait_for(task))
 
-    thread = threading.Thread(target=work, name="loop", daemon=True)
-    thread.start()
+    future = run_in_daemon(work, "loop")
     try:
         future.result()
     except BaseException:  # also Ctrl-C, which does not reach the thread
         with suppress(RuntimeError):  # the coroutine is over and its loop closed
             loop.call_soon_threadsafe(task.cancel)
-        thread.join(_CANCEL_SECONDS)
+        wait([future], _CANCEL_SECONDS)
         raise
     return results[0]
 
@@ -200,7 +191,7 @@ def finish(coroutine: Coroutine[Any, Any, T]) -> T:
     If the caller is on an event loop, which cannot wait for itself, it runs on the background loop
     of environments.
     """
-    if _running_loop() is not None:
+    if running_loop() is not None:
         return run(coroutine, _ENVIRONMENTS)
     if _thread_loop.runner is None or _thread_loop.process != os.getpid():
         # with a factory it does not become the current loop of the caller's own code
@@ -266,11 +257,12 @@ def settle(result: Any, name: str) -> Any:
             f"{name} is asynchronous and was called by an asynchronous step; expected one of the "
             "two as a plain `def`."
         )
+    return finish(wait_for(result))
 
-    async def wait() -> Any:
-        return await result
 
-    return finish(wait())
+async def wait_for(result: Awaitable[T]) -> T:
+    """Makes a coroutine of any awaitable."""
+    return await result
 
 
 def _synchronous(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -282,7 +274,8 @@ def _synchronous(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Returns the event loop that the caller is on, if any."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -290,7 +283,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def _on_environment_loop() -> bool:
-    loop = _running_loop()
+    loop = running_loop()
     return loop is not None and loop in (thread_loop(), _loops.get((os.getpid(), _ENVIRONMENTS)))
 
 

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from gspo_env.errors import EnvironmentHangError, ForeignError
 from gspo_env.runtime import loops
+from gspo_env.runtime.futures import fulfil
 
 logger = logging.getLogger(__name__)
 
@@ -318,15 +319,7 @@ class EnvThread:
         try:
             while (job := self._next()) is not None:
                 future, call = job
-                if not future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    result = call()
-                except BaseException as error:  # this thread outlives what it runs
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
-                    del result
+                fulfil(future, call)
                 del job, future, call  # an idle thread keeps no result
         finally:
             loops.close_thread_loop()

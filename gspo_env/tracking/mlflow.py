@@ -15,11 +15,9 @@ import shlex
 import shutil
 import ssl
 import tempfile
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
 from http.client import HTTPException
@@ -33,6 +31,7 @@ from annotated_types import Ge
 from gspo_env.errors import ConfigError, OutputError, TrackingError
 from gspo_env.redaction import redact_text
 from gspo_env.registry import check_values, load_function
+from gspo_env.runtime.futures import run_in_daemon
 from gspo_env.tracking.base import MODEL, SUMMARY, Input, Point, RunInfo, Status
 from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.mlflow_traces import TraceWriter
@@ -454,19 +453,13 @@ def _server_problem(parts: SplitResult) -> str:
 @cache
 def _ask(url: str) -> None:
     """Asks a tracking server for its health, once if it answers; a server error is no answer."""
-    answer: Future[None] = Future()
 
     def ask() -> None:
-        try:
-            urllib.request.urlopen(url, timeout=TIMEOUT).close()
-            answer.set_result(None)
-        except BaseException as error:
-            answer.set_exception(error)
+        urllib.request.urlopen(url, timeout=TIMEOUT).close()
 
-    # A server that sends a byte now and then would keep a socket with a timeout for hours.
-    threading.Thread(target=ask, daemon=True).start()
     try:
-        answer.result(TIMEOUT)
+        # A server that sends a byte now and then would keep a socket with a timeout for hours.
+        run_in_daemon(ask, "mlflow").result(TIMEOUT)
     except urllib.error.HTTPError as error:
         if error.code >= 500:
             raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
@@ -19,6 +18,7 @@ import numpy as np
 from gspo_env.config import Config
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector, RolloutRequest
+from gspo_env.runtime.futures import run_in_daemon
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.types import Episode, Group, Task
 
@@ -227,20 +227,8 @@ class RolloutBuffer:
         """Runs an update, in a thread of its own if groups are played meanwhile."""
         if not self.ahead:
             return update()
-        future: Future[T] = Future()
-        future.set_running_or_notify_cancel()
-        self._update = future
-
-        def work() -> None:
-            try:
-                result = update()
-            except BaseException as error:  # the caller gets it
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
         # a daemon, which a second Ctrl-C need not wait for
-        threading.Thread(target=work, name="learner", daemon=True).start()
+        self._update = future = run_in_daemon(update, "learner")
         return await asyncio.wrap_future(future)
 
     def advance(self, version: int) -> None:

@@ -16,6 +16,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from gspo_env.errors import ForeignError
+from gspo_env.runtime.futures import run_in_daemon
+from gspo_env.runtime.loops import wait_for
 from gspo_env.runtime.threads import attempt, foreign
 from gspo_envs.program.runs import Inbox, ProgramEnd
 
@@ -54,13 +56,7 @@ def _work(call: Callable[[], Any], inbox: Inbox) -> None:
 
 
 def _finish(result: Any) -> Any:
-    if not inspect.isawaitable(result):
-        return result
-
-    async def wait() -> Any:
-        return await result
-
-    return asyncio.run(wait())
+    return asyncio.run(wait_for(result)) if inspect.isawaitable(result) else result
 
 
 class _LoopRun:
@@ -136,18 +132,7 @@ class _DaemonThreads(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Starts a thread."""
-        future: Future[Any] = Future()
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=work, name="program", daemon=True).start()
-        return future
+        return run_in_daemon(functools.partial(fn, *args, **kwargs), "program")
 
 
 def _end_by(error: BaseException) -> ProgramEnd:
