@@ -16,13 +16,9 @@ _FEWEST_RUNS = 6
 
 
 def success_interval(
-    successes_per_task: Sequence[Sequence[float]],
-    *,
-    tasks: int | None = None,
-    confidence: float = 0.95,
-    seed: int = 0,
+    successes_per_task: Sequence[Sequence[float]], *, tasks: int | None = None
 ) -> tuple[float, float]:
-    """Computes a confidence interval of the success rate over tasks.
+    """Computes a 95 % confidence interval of the success rate over tasks.
 
     Uses Wilson's interval if each task has one sample. Otherwise a percentile bootstrap resamples
     tasks and keeps the samples of a task together, because they are not independent. Wilson's
@@ -32,8 +28,6 @@ def success_interval(
     Args:
         successes_per_task: The samples of each task, 0 or 1; their numbers may differ.
         tasks: The number of different tasks; by default every row is one.
-        confidence: Probability that the interval contains the rate.
-        seed: Seed of the bootstrap.
 
     Raises:
         ConfigError: There is no task, a task has no samples, or a value is not 0 or 1.
@@ -45,18 +39,18 @@ def success_interval(
     sums, sizes = np.array([row.sum() for row in rows]), np.array([len(row) for row in rows])
     rates = sums / sizes
     if tasks is not None and tasks < len(rows):
-        return _wilson(round(float(sums.sum() / sizes.sum()) * tasks), tasks, confidence)
+        return _wilson(round(float(sums.sum() / sizes.sum()) * tasks), tasks)
     if len(rows) == 1 or sizes.max() == 1:
-        return _wilson(int(sums.sum()), int(sizes.sum()), confidence)
+        return _wilson(int(sums.sum()), int(sizes.sum()))
     if np.ptp(rates) == 0:
-        return _wilson(round(float(rates.sum())), len(rates), confidence)
+        return _wilson(round(float(rates.sum())), len(rates))
     from scipy.stats import bootstrap
 
     def rate(sums: FloatArray, sizes: FloatArray, axis: int) -> Any:
         return sums.sum(axis) / sizes.sum(axis)
 
-    options = {"confidence_level": confidence, "method": "percentile", "rng": seed}
-    result = bootstrap((sums, sizes), rate, paired=True, vectorized=True, **options)
+    options = {"paired": True, "vectorized": True, "method": "percentile", "rng": 0}
+    result = bootstrap((sums, sizes), rate, **options)
     low, high = result.confidence_interval
     return float(low), float(high)
 
@@ -284,10 +278,10 @@ def smallest_difference(
     return spread * float(brentq(missing, 1e-6, 1e4 / pairs**0.5))
 
 
-def _wilson(successes: int, trials: int, confidence: float) -> tuple[float, float]:
+def _wilson(successes: int, trials: int) -> tuple[float, float]:
     from scipy.stats import binomtest
 
-    low, high = binomtest(successes, trials).proportion_ci(confidence, method="wilson")
+    low, high = binomtest(successes, trials).proportion_ci(method="wilson")
     return float(low), float(high)
 
 

@@ -263,36 +263,15 @@ def _end(row: Row) -> str:
     return f"{low if low == high else f'{low} to {high}'} with {row.arm.name}"
 
 
-def verdict(rows: Sequence[Row], tests: int = 0) -> str:
-    """Says which arms are better or worse than the first, and what the seeds can show.
+def limits(rows: Sequence[Row], tests: int) -> str:
+    """Says which differences the seeds can show, and how many seeds can show more.
 
     Args:
         rows: The arms of a problem.
-        tests: Number of tests over all problems; by default those of this one.
+        tests: Number of tests over all problems.
     """
-    first, others, pairs = rows[0].arm.name, rows[1:], len(rows[0].areas)
     if not any(map(_has_curve, rows)):
-        return "All runs failed."
-    shown = [
-        f"{word} than {first}: {', '.join(names)}"
-        for sign, word in ((1, "better"), (-1, "worse"))
-        if (names := [row.arm.name for row in others if row.direction == sign])
-    ]
-    sentences = [f"Shown to be {'; '.join(shown)}."] if shown else []
-    if open_arms := [row for row in others if not row.direction]:
-        about = f" about {', '.join(row.arm.name for row in open_arms)}" if shown else ""
-        sentences.append(f"Undecided{about}: {_limits(rows, tests or len(others))}")
-        tendencies = [
-            f"{row.arm.name} {row.difference.middle:+.3g}{row.difference.bounds}"
-            for row in open_arms
-            if row.failed < pairs
-        ]
-        sentences += [f"Tendency against {first}: {', '.join(tendencies)}."] if tendencies else []
-    return " ".join(sentences)
-
-
-def _limits(rows: Sequence[Row], tests: int) -> str:
-    """Says which differences the seeds can show, and how many seeds can show more."""
+        return ""
     pairs, level = len(rows[0].areas), 0.05 / tests
     seeds, least = f"{pairs} seed{'s'[: pairs > 1]}", ""
     if pairs > 1:
@@ -380,8 +359,8 @@ def write_report(
             caption=f"Learning curves of {name}",
         )
         sections.append(section)
-        title, text = f"All statistics of {name}", verdict(rows, tests)
-        every = table(comparison, rows)
+        title, every = f"All statistics of {name}", table(comparison, rows)
+        text = limits(rows, tests)
         folded.append(Section(title=title, text=text, table=every, folded=True))
     failed = [f"{r.run.name}: {r.error}" for r in results if r.error]
     if failed:
