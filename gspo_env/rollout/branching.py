@@ -373,12 +373,11 @@ class _Recorded(Engine):
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
     ) -> Completion:
-        turn, ids = self.turn, self.turn.action_ids
-        ended = ids[-1] in sampling.stop_ids or bool(sampling.ends and sampling.ends(ids))
+        turn = self.turn
         return Completion(
-            token_ids=ids,
+            token_ids=turn.action_ids,
             logprobs=turn.logprobs,
-            finish_reason="stop" if ended else "length",
+            finish_reason="stop" if sampling.ended(turn.action_ids) else "length",
             weights_version=turn.weights_version,
             weights_versions=turn.weights_versions,
         )

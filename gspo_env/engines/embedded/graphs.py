@@ -19,6 +19,7 @@ from gspo_env.batch.packing import upload
 from gspo_env.engines.embedded.direct import STATIC_ROPE
 from gspo_env.engines.embedded.kv_attention import attend_rows
 from gspo_env.engines.embedded.kv_cache import KVCache
+from gspo_env.engines.embedded.prefix_attention import causal_mask
 from gspo_env.model.load import first_line
 
 logger = logging.getLogger(__name__)
@@ -138,11 +139,8 @@ class _Graph:
             cached.transpose(1, 2).index_put_((slots, positions), new.to(cached.dtype))
         keys, values = (cached[: self._rows, :, : self._length] for cached in tensors)
         if window not in self._masks:
-            place_L = torch.arange(self._length, device=positions.device)
-            seen = place_L <= positions[:, None]
-            if window is not None:
-                seen &= place_L > positions[:, None] - window
-            self._masks[window] = torch.where(seen, 0.0, -torch.inf).to(q.dtype)[:, None, None]
+            mask = causal_mask(positions[:, None], self._length, window)
+            self._masks[window] = mask.to(q.dtype)
         return attend_rows(q[:, :, None], keys, values, scale, self._masks[window])[:, :, 0]
 
 

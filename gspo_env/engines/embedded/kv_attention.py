@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.engines.embedded.prefix_attention import MAX_SPAN_RATIO, PrefixRows
+from gspo_env.engines.embedded.prefix_attention import MAX_SPAN_RATIO, PrefixRows, causal_mask
 from gspo_env.model.attention import (
     LONG,
     MOST_SCORES,
@@ -127,7 +127,9 @@ class _Rows:
         q = query_rows.view(-1, self._width, *query.shape[1:]).transpose(1, 2)
         length = padded_length(self._length) if is_half(values) else self._length
         k, v = (self._of_rows(tensor, length) for tensor in (keys, values))
-        mask = self._mask(window, length)
+        if window not in self._masks:
+            self._masks[window] = causal_mask(self._places, length, window)
+        mask = self._masks[window]
         long = k.device.type == "cpu" and self._width >= LONG
         if long and q.dtype is not torch.float64:
             attend = load_function("gspo_env.model.products:attend_by_blocks", "attention")
@@ -141,17 +143,6 @@ class _Rows:
         if self._span is None:
             return tensor[:, :, :length].index_select(0, self._slots)
         return tensor[self._span[0] : self._span[1], :, :length]
-
-    def _mask(self, window: int | None, length: int) -> Tensor:
-        """Returns what is added to scores, (B, 1, Q, L): a token sees places up to its own."""
-        if window not in self._masks:
-            place = self._places[:, None, :, None]
-            place_L = torch.arange(length, device=place.device)
-            visible = place_L <= place
-            if window is not None:
-                visible &= place_L > place - window
-            self._masks[window] = torch.where(visible, 0.0, -torch.inf)
-        return self._masks[window]
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:

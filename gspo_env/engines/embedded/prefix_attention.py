@@ -111,7 +111,9 @@ class PrefixRows:
             prefix = torch.bmm(heads, keys[slot, :, : self._length].transpose(1, 2))
             prefix = prefix.view(shared, count, -1, self._length).transpose(0, 1)
             parts.append(torch.cat([prefix, suffix[rows]], 3))
-        scores = torch.cat(parts).add_(self._mask(window))
+        if window not in self._masks:
+            self._masks[window] = causal_mask(self._places[:, None], self._end, window)
+        scores = torch.cat(parts).add_(self._masks[window])
         weights = scores.softmax(-1).to(values.dtype).index_select(0, self._of_span)
         out = weighted_sum(weights.flatten(0, 1), self._of_rows(values, 0))
         return out.view(-1, *query.shape[1:]).index_select(0, self._rows)
@@ -123,13 +125,18 @@ class PrefixRows:
             return part.index_select(0, self._slots).flatten(0, 1)
         return part[self._span[0] : self._span[1]].flatten(0, 1)
 
-    def _mask(self, window: int | None) -> Tensor:
-        """Returns what is added to scores, (B, 1, 1, P + L)."""
-        if window not in self._masks:
-            place = self._places[:, None, None, None]
-            column = torch.arange(self._end, device=place.device)
-            visible = column <= place
-            if window is not None:
-                visible &= column > place - window
-            self._masks[window] = torch.where(visible, 0.0, -torch.inf)
-        return self._masks[window]
+
+def causal_mask(place_BQ: Tensor, length: int, window: int | None) -> Tensor:
+    """Returns what is added to scores, (B, 1, Q, length): a token sees places up to its own.
+
+    Args:
+        place_BQ: (B, Q) the tokens' places.
+        length: The number of keys.
+        window: The number of last tokens that a token sees.
+    """
+    place = place_BQ[:, None, :, None]
+    place_L = torch.arange(length, device=place.device)
+    visible = place_L <= place
+    if window is not None:
+        visible &= place_L > place - window
+    return torch.where(visible, 0.0, -torch.inf)
