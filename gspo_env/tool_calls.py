@@ -401,11 +401,13 @@ def skip_space(text: str, start: int) -> int:
     return end
 
 
-def _reject_constant(name: str) -> float:
+def reject_constant(name: str) -> float:
+    """Refuses `NaN` and `Infinity`, which Python reads in JSON."""
     raise ValueError(f"{name} is not JSON")
 
 
-def _finite(text: str) -> float:
+def finite_number(text: str) -> float:
+    """Reads a number of JSON, unless it is too large for one."""
     if math.isinf(value := float(text)):
         raise ValueError(f"{text[:20]} is too large for a number")
     return value
@@ -418,7 +420,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 DECODER = json.JSONDecoder(
-    parse_constant=_reject_constant, parse_float=_finite, object_pairs_hook=_unique
+    parse_constant=reject_constant, parse_float=finite_number, object_pairs_hook=_unique
 )
 """Decodes JSON without NaN, infinite numbers and keys that an object has twice."""
 MARK = re.compile("|".join([*map(re.escape, MARKS), rf'<{SPACE}invoke name="']))

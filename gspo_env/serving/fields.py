@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from gspo_env.env.base import clean
 from gspo_env.env.schema import arguments_validator
 from gspo_env.env.tools import Tool
 from gspo_env.serving.session import RefusedError, Reply, Request
-from gspo_env.tool_calls import DECODER
+from gspo_env.tool_calls import DECODER, finite_number, reject_constant
 from gspo_env.types import Message, ToolCall
 
 Json = dict[str, Any]
@@ -68,7 +67,7 @@ def parse_json(data: bytes) -> Json:
     """
     try:
         _check_structure(data)
-        tree = json.loads(data.decode(), parse_constant=_reject, parse_float=_finite)
+        tree = json.loads(data.decode(), parse_constant=reject_constant, parse_float=finite_number)
         if _SURROGATE.search(data):  # no tokenizer can encode lone surrogates
             tree = json.loads(clean(json.dumps(tree, ensure_ascii=False)))
     except RefusedError:
@@ -78,16 +77,6 @@ def parse_json(data: bytes) -> Json:
     if not isinstance(tree, dict):
         raise RefusedError(f"the body is a JSON {type(tree).__name__}; expected an object")
     return tree
-
-
-def _reject(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite(text: str) -> float:
-    if math.isinf(value := float(text)):
-        raise ValueError(f"{text[:20]} is too large for a number")
-    return value
 
 
 def _check_structure(data: bytes) -> None:
