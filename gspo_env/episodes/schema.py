@@ -228,8 +228,7 @@ class Episodes(Sequence[EpisodeRecord]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         place = range(len(self))[index]
-        first = self._starts[place]
-        return _record(self.table.slice(first, self._starts[place + 1] - first).to_pylist())
+        return self._some(place, place + 1)[0]
 
     def __iter__(self) -> Iterator[EpisodeRecord]:
         """Yields the episodes; reads some hundreds of them at once."""

@@ -177,9 +177,7 @@ def to_table(step: int, phase: Phase, groups: Mapping[int, Group], tokens: Token
                 "trained": any(value is not None for value in values.values()),
             }
             for row in rows:
-                for name, value in head.items():
-                    columns[name].append(value)
-                for name, value in row.items():
+                for name, value in (head | row).items():
                     columns[name].append(value)
     arrays = [_array(columns[field.name], field.type) for field in schema()]
     return pa.Table.from_arrays(arrays, schema=schema())
@@ -244,6 +242,13 @@ def _turns(
     tools: Iterable[Any] | None = episode.prompt.tools
     sequences = _sequences(episode.parents)
     callable_now: Sequence[Any] = tuple(episode.prompt.tools)
+
+    def context() -> dict[str, Any]:
+        return {
+            "messages": clean.json([_message(message) for message in messages or ()]),
+            "tools": clean.json([getattr(tool, "schema", tool) for tool in tools or ()]),
+        }
+
     rows = []
     for k, (turn, parent) in enumerate(zip(turns, episode.parents, strict=True)):
         info = turns[k - 1].info if k else None
@@ -262,22 +267,17 @@ def _turns(
                 "tool_calls": clean.json(tool_calls(turn, callable_now)),
                 "reward": float(turn.reward),
                 "reward_parts": clean.json(dict(turn.info.reward_parts)),
-                "messages": clean.json([_message(message) for message in messages or ()]),
-                "tools": clean.json([getattr(tool, "schema", tool) for tool in tools or ()]),
                 "agent": (episode.reset if info is None else info).agent,
                 "state_key": turn.state_key,
                 "weights_version": turn.weights_version,
                 "generate_seconds": turn.timing.generate,
                 "step_seconds": turn.timing.step,
+                **context(),
                 **_ids(turn, values[k]),
             }
         )
     if not rows:
-        opening = {
-            "messages": clean.json([_message(message) for message in messages or ()]),
-            "tools": clean.json([getattr(tool, "schema", tool) for tool in tools or ()]),
-        }
-        rows = [_EMPTY | opening]
+        rows = [_EMPTY | context()]
     if clean.hidden:
         rows = [row | _NO_TOKENS for row in rows]
     return rows, clean.hidden
