@@ -251,19 +251,8 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """One turn: the observation, the action and the environment's response.
-
-    The turns of a text-only policy have no ids and no log-probabilities.
-
-    Example:
-        >>> turn = Turn(
-        ...     observation="2 + 2?", text="4", reward=1.0,
-        ...     prompt_ids=(1, 17, 18), action_ids=(9, 2), logprobs=(-0.1, -0.3),
-        ... )
-        >>> len(turn.prompt_ids), len(turn.action_ids)
-        (3, 2)
-    """
+class PolicyAction:
+    """What a policy did in one turn, with the token ids of its prompt and its action."""
 
     parent: int | None = -1
     """Index of the turn whose tokens this turn's prompt continues; None where a new sequence
@@ -282,6 +271,27 @@ class Turn:
     """Whether the prompt has opened the reasoning with which the action begins."""
     message: Message | None = None
     """The action as the tokenizer's response template has parsed it, if it has one."""
+    weights_version: int = 0
+    """The lowest version of the weights that sampled a token of the action."""
+    weights_versions: VersionRuns = ()
+    """The version of each token, where the weights changed while the action was sampled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn(PolicyAction):
+    """One turn: the observation, the action and the environment's response.
+
+    The turns of a text-only policy have no ids and no log-probabilities.
+
+    Example:
+        >>> turn = Turn(
+        ...     observation="2 + 2?", text="4", reward=1.0,
+        ...     prompt_ids=(1, 17, 18), action_ids=(9, 2), logprobs=(-0.1, -0.3),
+        ... )
+        >>> len(turn.prompt_ids), len(turn.action_ids)
+        (3, 2)
+    """
+
     observation: str
     """The observation before the action."""
     reward: float
@@ -289,10 +299,6 @@ class Turn:
     info: StepInfo = field(default_factory=StepInfo)
     """The `info` of `step`; empty if the environment did not see the action."""
     timing: Timing = field(default_factory=Timing)
-    weights_version: int = 0
-    """The lowest version of the weights that sampled a token of the action."""
-    weights_versions: VersionRuns = ()
-    """The version of each token, where the weights changed while the action was sampled."""
     state_key: str | None = None
     """The state in which the policy acted."""
 

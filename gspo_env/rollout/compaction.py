@@ -159,9 +159,10 @@ class CompactingPolicy(EnginePolicy):
         if self.answers_itself(inputs):
             return await self._summarize(inputs)
         output = await super().__call__(inputs)
-        if is_new:
-            self.begin, output.fork = inputs.turn, "compacted"
-        return output
+        if not is_new:
+            return output
+        self.begin = inputs.turn
+        return replace(output, fork="compacted")
 
     def answers_itself(self, inputs: PolicyInput) -> bool:
         """Returns whether the next action could leave no room for a summary, and this turn does."""
@@ -185,17 +186,16 @@ class CompactingPolicy(EnginePolicy):
         output = await super().__call__(
             replace(inputs, observation=question, role="user", request=request)
         )
-        output.question = question
+        output = replace(output, question=question)
         if output.stop is not None:
             return output
         summary = parse_message(output.text, (), in_reasoning=output.in_reasoning)[0]
         if not (summary.content.strip() or summary.tool_calls):
-            output.stop = StopReason.MAX_CONTEXT
-            return output
+            return replace(output, stop=StopReason.MAX_CONTEXT)
         latest = Message(role=inputs.role, content=inputs.observation)
         answer = Message(role="assistant", content=output.text)
-        output.info = self.info = _next_request(inputs.request, (*self.first, answer, latest))
-        return output
+        self.info = _next_request(inputs.request, (*self.first, answer, latest))
+        return replace(output, info=self.info)
 
 
 def _next_request(request: ResetInfo | StepInfo, messages: tuple[Message, ...]) -> StepInfo:

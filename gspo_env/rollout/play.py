@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from gspo_env.env.base import Action, Finish, TextEnvironment, attribute
@@ -18,8 +18,7 @@ from gspo_env.types import (
     FAILURES,
     Episode,
     Fault,
-    Fork,
-    Message,
+    PolicyAction,
     Prompt,
     ResetInfo,
     Role,
@@ -28,7 +27,6 @@ from gspo_env.types import (
     Task,
     Timing,
     Turn,
-    VersionRuns,
 )
 
 ENDED = (StopReason.TERMINATED, StopReason.TRUNCATED)
@@ -64,31 +62,15 @@ class PolicyInput:
     """Whether the environment has `takes_cut_actions`."""
 
 
-@dataclass(kw_only=True, slots=True)
-class PolicyOutput:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyOutput(PolicyAction):
     """The action of a policy that works with token ids."""
 
     text: str = ""
-    message: Message | None = None
-    """The action as a message, if something has parsed it."""
-    in_reasoning: bool = False
-    """See `Turn.in_reasoning`."""
     stop_text: str | None = None
     """See `Action.stop_text`."""
-    parent: int | None = -1
-    """See `Turn.parent`."""
-    fork: Fork | None = None
-    """See `Turn.fork`."""
-    prompt_ids: tuple[int, ...] = ()
-    """The ids of the observation, as `Turn.prompt_ids`."""
     prompt_tokens: int = 0
     """See `Action.prompt_tokens`."""
-    action_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    weights_version: int = 0
-    """See `Turn.weights_version`."""
-    weights_versions: VersionRuns = ()
-    """See `Turn.weights_versions`."""
     seconds: float = 0.0
     """Time that the policy took."""
     stop: StopReason | None = None
@@ -351,22 +333,13 @@ class EpisodeRun:
         elif not move.action_ids:
             return stop
         turn = Turn(
-            parent=move.parent,
-            fork=move.fork,
-            prompt_ids=move.prompt_ids,
-            action_ids=move.action_ids,
-            logprobs=move.logprobs,
-            text=move.text,
-            in_reasoning=move.in_reasoning,
-            message=move.message,
+            **{each.name: getattr(move, each.name) for each in fields(PolicyAction)},
             observation=before,
             reward=reward,
             info=StepInfo() if info is None else info,
             timing=Timing(
                 generate=move.seconds, step=seconds, began=time.time() - seconds - move.seconds
             ),
-            weights_version=move.weights_version,
-            weights_versions=move.weights_versions,
             state_key=key,
         )
         self.turns.append(turn)

@@ -80,5 +80,5 @@ class MaskedPolicy(CompactingPolicy):
     async def _summarize(self, inputs: PolicyInput) -> PolicyOutput:
         output = await super()._summarize(inputs)
         info: Any = output.info or StepInfo()
-        output.info = self.info = replace(info, token_mask=(False,) * len(output.action_ids))
-        return output
+        self.info = replace(info, token_mask=(False,) * len(output.action_ids))
+        return replace(output, info=self.info)
