@@ -28,7 +28,7 @@ from gspo_env.learner.losses import GSPO, decide_correction
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Recipe
 from gspo_env.redaction import redact
-from gspo_env.registry import BUILTIN, check_values, find, load_function, name_of
+from gspo_env.registry import BUILTIN, CheckedSettings, check_values, find, load_function, name_of
 from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
 from gspo_env.seeding import SEEDS
 from gspo_env.tracking.base import flatten
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
+class CheckpointConfig(CheckedSettings):
     """When a run is saved, so that `gspo-env train --resume` can continue it."""
 
     save_every: Annotated[int, Ge(0)] = 0
@@ -47,13 +47,9 @@ class CheckpointConfig:
     keep: Annotated[int, Ge(0)] = 2
     """Newest checkpoints to keep, besides the best by `eval/success`; 0 saves none."""
 
-    def __post_init__(self) -> None:
-        """Rejects invalid values."""
-        check_values(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EpisodesConfig:
+class EpisodesConfig(CheckedSettings):
     """Which episodes a run keeps in its folder; see `gspo_env.episodes.read_episodes`."""
 
     keep_episodes: Literal["sample", "all", "eval", "none"] = "sample"
@@ -64,10 +60,6 @@ class EpisodesConfig:
     keep_mb: Annotated[int, Ge(1)] = 256
     """Megabytes that the files may have. If they have more, steps in between are deleted, those of
     training first."""
-
-    def __post_init__(self) -> None:
-        """Rejects invalid values."""
-        check_values(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -242,6 +242,16 @@ def check_values(config: object) -> None:
             raise ConfigError(f"{name} is {value!r:.100}; expected {expected}")
 
 
+class CheckedSettings:
+    """A base of settings that says what is wrong with a value; see `check_values`."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Rejects invalid values."""
+        check_values(self)
+
+
 _Rule = tuple[Callable[[Any], bool], str]
 """Whether a value is allowed, and a description of those that are."""
 _WORDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}

@@ -17,12 +17,12 @@ from annotated_types import Ge
 from gspo_env.credit.scores import contents
 from gspo_env.credit.statistics import MIN_SCALE, fallbacks, std_of, usable
 from gspo_env.errors import ConfigError
-from gspo_env.registry import check_values, name_of
+from gspo_env.registry import CheckedSettings, name_of
 from gspo_env.types import FloatArray, Group, Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CreditConfig:
+class CreditConfig(CheckedSettings):
     """Settings that apply to the advantages of every estimator."""
 
     score: Literal["auto", "turns", "outcome", "sum"] = "auto"
@@ -34,10 +34,6 @@ class CreditConfig:
     off."""
     train_on_truncated: bool = True
     """Whether truncated episodes are trained on; they count in the statistics either way."""
-
-    def __post_init__(self) -> None:
-        """Rejects invalid values."""
-        check_values(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

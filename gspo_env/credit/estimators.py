@@ -33,14 +33,14 @@ from gspo_env.credit.statistics import (
     z_by_turn,
     z_score,
 )
-from gspo_env.registry import check_values
+from gspo_env.registry import CheckedSettings
 from gspo_env.types import Episode, FloatArray, Group, Score, Turn
 
 Share = Annotated[float, Interval(ge=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Estimator:
+class Estimator(CheckedSettings):
     """Base class of estimators; a custom one may subclass it or be any frozen dataclass.
 
     The built-in subclasses implement `compare`, which gets usable episodes only.
@@ -58,10 +58,6 @@ class Estimator:
     """Whether an episode is compared with the others at the same turn, so that fallbacks count."""
     uses_score: ClassVar[bool] = True
     """Whether the estimator reads `Group.score`; if not, the setting `credit.score` is refused."""
-
-    def __post_init__(self) -> None:
-        """Rejects invalid values."""
-        check_values(self)
 
     def advantages(self, group: Group) -> Sequence[FloatArray]:
         """Computes the advantages of a group: zeros if fewer than two episodes can be compared.

@@ -31,24 +31,20 @@ from gspo_env.learner.losses import (
     aggregate,
     wide_dtype,
 )
-from gspo_env.registry import check_values
+from gspo_env.registry import CheckedSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightedLoss(AggregationSettings, Loss):
+class WeightedLoss(AggregationSettings, Loss, CheckedSettings):
     """Base class of the losses that weigh the policy gradient of each token."""
 
     aggregation: Aggregation = "token_mean"
     old_logprobs: OldLogprobs = "engine"
     """Whose log-probabilities are pi_old. With the engine's, the ratio also corrects stale episodes
     and differences between engine and trainer; with the trainer's, nothing does."""
-
-    def __post_init__(self) -> None:
-        """Rejects invalid values."""
-        check_values(self)
 
     @abstractmethod
     def weigh(self, log_ratio_N: Tensor, inputs: LossInput) -> Tensor:

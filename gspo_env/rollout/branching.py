@@ -25,7 +25,7 @@ from gspo_env.credit.branches import BranchedEpisode, shared_turns
 from gspo_env.engines.base import Completion, Engine, Sampling
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.errors import ConfigError, EnvironmentContractError
-from gspo_env.registry import check_values, name_of
+from gspo_env.registry import CheckedSettings, name_of
 from gspo_env.rollout.collector import Collector, RolloutRequest, first_error
 from gspo_env.rollout.play import ENDED, PolicyInput, PolicyOutput
 from gspo_env.rollout.policy import EnginePolicy
@@ -41,7 +41,7 @@ _SNAPSHOT = "gspo_env.snapshot"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Branching:
+class Branching(CheckedSettings):
     """Base class of rules that select the turns to branch at; a subclass implements `points`."""
 
     continuations: Annotated[int, Ge(1)] = 3
@@ -49,10 +49,6 @@ class Branching:
     budget: Annotated[int, Ge(0)] = 0
     """Sampled tokens of a group after which no further turn is branched at; 0 is any number. All
     continuations of a turn are played, so a group exceeds it by those of one turn at most."""
-
-    def __post_init__(self) -> None:
-        """Rejects invalid values."""
-        check_values(self)
 
     def points(self, episodes: Sequence[Episode]) -> Sequence[Point]:
         """Returns the turns to branch at, in the order of importance.

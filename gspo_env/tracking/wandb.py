@@ -8,22 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gspo_env.registry import check_values
+from gspo_env.registry import CheckedSettings
 from gspo_env.tracking.base import RunInfo, Status, needs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WandB:
+class WandB(CheckedSettings):
     """Records in Weights & Biases (extra `wandb`)."""
 
     project: str = "gspo_env"
     """The project that the run belongs to."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes to the run's folder only; `wandb sync` uploads it later."""
-
-    def __post_init__(self) -> None:
-        """Rejects invalid values."""
-        check_values(self)
 
     def start(self, run: RunInfo) -> WandBTracker:
         """Starts the run; a comparison's runs form a group."""

@@ -13,14 +13,14 @@ import numpy as np
 from annotated_types import Ge, Interval
 
 from gspo_env.errors import ConfigError
-from gspo_env.registry import check_values
+from gspo_env.registry import CheckedSettings, check_values
 from gspo_env.seeding import derive_seed
 from gspo_env.training.curriculum import StepResult
 from gspo_env.types import Group, Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pool:
+class Pool(CheckedSettings):
     """A share of each step's tasks are tasks of earlier steps, drawn where groups should differ.
 
     Each task key has the posterior Beta(1 + successes, 1 + failures) of its pass rate p. Its counts
@@ -34,10 +34,6 @@ class Pool:
     """Share of the tasks that are drawn from the pool."""
     decay: Annotated[float, Interval(gt=0, le=1)] = 0.9
     """What the counts of a task are multiplied by after each step."""
-
-    def __post_init__(self) -> None:
-        """Rejects invalid values."""
-        check_values(self)
 
     def options(self, results: Sequence[StepResult]) -> Mapping[str, Any]:
         """Returns no options."""
