@@ -225,7 +225,7 @@ def add_adapter(
     from peft import LoraConfig, get_peft_model
 
     kind = type(model).__name__
-    adapted, routers = _layers(model, targets)
+    adapted, routers = adapted_layers(model, targets)
     adapter = LoraConfig(
         r=rank,
         lora_alpha=alpha or 2 * rank,  # type: ignore[arg-type]  # PEFT divides it
@@ -243,16 +243,7 @@ def add_adapter(
             ) from error
 
 
-def check_targets(model: Any, targets: str) -> None:
-    """Checks that a model can have a LoRA adapter with these layers, and changes nothing.
-
-    Raises:
-        ModelError: No layer has one of the names, or layers share their weights.
-    """
-    _layers(model, targets)
-
-
-def _layers(model: Any, targets: str) -> tuple[str | list[str], list[str]]:
+def adapted_layers(model: Any, targets: str) -> tuple[str | list[str], list[str]]:
     """Returns the layers that get an adapter, as PEFT takes them, and the routers, which do not.
 
     Raises:
