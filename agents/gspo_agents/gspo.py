@@ -161,10 +161,9 @@ class GSPOAgent:
         seed_generators(
             derive_seed(config.seed, "generators")
         )  # a checkpoint replaces their states
-        if resumed is None:
-            self._gather()
         findings: list[Finding] = []
         if resumed is None:
+            self._gather()
             check = partial(check_start, undemonstrated=self._undemonstrated)
             findings = self.environments.guard(check, config, self.environments.envs, self.chat)
             if self._ranks is None and not is_small(self.model):
@@ -173,12 +172,11 @@ class GSPOAgent:
         mode = decide_mode(self.model, config)
         if resumed is not None:
             checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))
+            findings += check_changed_files(checkpoints.run, needs_flags(config))
         else:
             folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
             checkpoints, ids = Checkpoints(folder, config.checkpoints), {}
         self.folder = checkpoints.run
-        if resumed is not None:
-            findings += check_changed_files(self.folder, needs_flags(config))
         record(self.folder, config, self._source)
         self._trained, self._resumed = True, None
         info = run_info(config, self.env_id, mode, self.folder, ids)
