@@ -15,13 +15,7 @@ from typing import NamedTuple
 
 from gspo_env.tool_arguments import properties_of, typed_call
 from gspo_env.tool_calls import Schemas, ToolCallError, skip_space
-from gspo_env.tool_formats import (
-    ON_LINES,
-    TEXT,
-    calls_of,
-    python_lines,
-    value_end,
-)
+from gspo_env.tool_formats import ON_LINES, TEXT, calls_of, python_lines, value_end
 from gspo_env.types import ToolCall
 
 Calls = list[ToolCall | ToolCallError]

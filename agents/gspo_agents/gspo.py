@@ -158,9 +158,8 @@ class GSPOAgent:
         """
         config, resumed = self.config, self._resumed
         check_learning(self.model, config, self.chat)
-        seed_generators(
-            derive_seed(config.seed, "generators")
-        )  # a checkpoint replaces their states
+        # a checkpoint replaces their states
+        seed_generators(derive_seed(config.seed, "generators"))
         findings: list[Finding] = []
         if resumed is None:
             self._gather()

@@ -561,9 +561,7 @@ async def _measure_engine(
         steps.append((await seconds([ids] * rows, 1 + _DECODED) - before) / _DECODED)
     token = max(0.0, (steps[1] - steps[0]) / max(1, many - few))
     return Rates(
-        prompt_token=prompt,
-        decoding_step=max(0.0, steps[0] - few * token),
-        decoded_token=token,
+        prompt_token=prompt, decoding_step=max(0.0, steps[0] - few * token), decoded_token=token
     )
 
 

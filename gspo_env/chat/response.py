@@ -58,9 +58,4 @@ def parse_response(
             for name, arguments in map(name_and_arguments, map_texts(calls, encoder.to_text))
         ),
     )
-    return {
-        "content": content,
-        "reasoning": reasoning,
-        "calls": tuple(calls),
-        "message": message,
-    }
+    return {"content": content, "reasoning": reasoning, "calls": tuple(calls), "message": message}

@@ -254,11 +254,7 @@ class BranchingCollector(Collector):
         return points[:1] if budget else points
 
     async def _branch(
-        self,
-        request: RolloutRequest,
-        past: Episode,
-        point: Point,
-        sessions: Sessions,
+        self, request: RolloutRequest, past: Episode, point: Point, sessions: Sessions
     ) -> Group:
         """Plays all continuations of a turn."""
         shared = point[1]

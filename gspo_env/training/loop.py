@@ -119,11 +119,7 @@ class Loop:
         scores = self.declared if setting == "auto" else dict.fromkeys(self.weights, setting)
         self.score = Scores({name: ScoreChoice(name, scores.get(name)) for name in self.weights})
         self.buffer = RolloutBuffer(
-            self.config,
-            self.collector,
-            self._tasks,
-            self._is_flat,
-            self.split.held_out,
+            self.config, self.collector, self._tasks, self._is_flat, self.split.held_out
         )
 
     async def train(self) -> History:

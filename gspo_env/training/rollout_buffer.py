@@ -252,10 +252,7 @@ class RolloutBuffer:
     def state(self) -> dict[str, Any]:
         """Returns the groups that are lost if the run ends now, as JSON; see `restore`."""
         lost = sorted([*self._attempts.values(), *self._waiting], key=lambda a: a.number)
-        return {
-            "next": self._next,
-            "open": [[a.number, a.attempt, asdict(a.task)] for a in lost],
-        }
+        return {"next": self._next, "open": [[a.number, a.attempt, asdict(a.task)] for a in lost]}
 
     def restore(self, state: Mapping[str, Any], version: int) -> None:
         """Restores a `state`; the groups that were lost are played first."""
