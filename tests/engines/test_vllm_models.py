@@ -85,16 +85,24 @@ def start():
         engine.close()
 
 
-@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "Gemma3"])
-def test_changed_weights_reach_the_engine(start, name):
-    model = tiny(name)
+EXACT, HALF = ("float32", 1e-5, 1e-2), ("bfloat16", HALF_TOLERANCE, HALF_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("Qwen3Moe", EXACT), ("Mixtral", EXACT), ("Gemma3", EXACT), ("Mixtral", HALF)],
+)
+def test_changed_weights_reach_the_engine_in_their_dtype(start, name, kind):
+    dtype, same, other = kind
+    model = tiny(name).to(getattr(torch, dtype))
     engine = start(model)
-    assert differs(engine, model) < 1e-5
+    assert engine.dtype == dtype
+    assert differs(engine, model) < same
     for _ in range(2):
         perturb(model)
-        assert differs(engine, model) > 1e-2
+        assert differs(engine, model) > other
         sync(engine, named_weights(model))
-        assert differs(engine, model) < 1e-5
+        assert differs(engine, model) < same
 
 
 @pytest.mark.parametrize("kind", [VLLMEngine, VLLMServerEngine])
@@ -164,14 +172,3 @@ def test_a_weight_that_the_engine_does_not_take_or_get_is_named(start):
 def test_a_loader_that_writes_past_the_update_is_refused(start):
     with pytest.raises(EngineError, match=r"no new values for .*experts"):
         start(tiny("GptOss"))
-
-
-def test_half_precision_is_probed_with_its_dtype(start):
-    model = tiny("Mixtral").bfloat16()
-    engine = start(model)
-    assert engine.dtype == "bfloat16"
-    assert differs(engine, model) < HALF_TOLERANCE
-    perturb(model)
-    assert differs(engine, model) > HALF_TOLERANCE
-    sync(engine, named_weights(model))
-    assert differs(engine, model) < HALF_TOLERANCE

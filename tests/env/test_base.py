@@ -31,7 +31,7 @@ class Counts(TextEnv):
         return "", 0.0, terminated, truncated, {}
 
 
-def test_a_step_outside_an_episode_is_refused() -> None:
+def test_a_step_outside_an_episode_is_refused():
     env = Counts()
     for _ in range(2):
         with pytest.raises(EnvironmentContractError, match=r"Counts: step\(\) was called outside"):
@@ -40,13 +40,13 @@ def test_a_step_outside_an_episode_is_refused() -> None:
         assert env.step("end")[2:4] == (True, False)
 
 
-def test_an_argument_replaces_the_limit_of_the_class_and_one_below_1_is_refused() -> None:
+def test_an_argument_replaces_the_limit_of_the_class_and_one_below_1_is_refused():
     assert [Counts().max_turns, Counts(5).max_turns] == [3, 5]
     with pytest.raises(ConfigError, match="Counts: max_turns is 0, expected at least 1"):
         Counts(0)
 
 
-def test_the_limit_on_turns_truncates_unless_the_turn_ends_the_episode() -> None:
+def test_the_limit_on_turns_truncates_unless_the_turn_ends_the_episode():
     env = Counts()
     for last, flags in (("go", (False, True)), ("end", (True, False))):
         env.reset(seed=0)
@@ -55,7 +55,7 @@ def test_the_limit_on_turns_truncates_unless_the_turn_ends_the_episode() -> None
 
 
 @given(st.text() | st.text(st.characters(categories=["Cs", "L"])))
-def test_a_cleaned_text_can_be_encoded_and_sound_text_stays(text: str) -> None:
+def test_a_cleaned_text_can_be_encoded_and_sound_text_stays(text):
     cleaned = clean(text)
     cleaned.encode()
     assert len(cleaned) == len(text)
@@ -73,23 +73,23 @@ def test_a_cleaned_text_can_be_encoded_and_sound_text_stays(text: str) -> None:
         ("", None),
     ],
 )
-def test_the_last_whole_tag_is_read(text: str, content: str | None) -> None:
+def test_the_last_whole_tag_is_read(text, content):
     assert extract_tag(text, "a") == content
 
 
 @given(st.text(max_size=50))
-def test_any_unicode_up_to_the_length_is_contained(text: str) -> None:
+def test_any_unicode_up_to_the_length_is_contained(text):
     assert UnicodeText(50).contains(text)
 
 
 @pytest.mark.parametrize(
     ("value", "inside"), [("", False), ("é", True), ("abcd", False), (3, False)]
 )
-def test_bounds_are_inclusive_and_only_text_is_contained(value: object, inside: bool) -> None:
+def test_bounds_are_inclusive_and_only_text_is_contained(value, inside):
     assert UnicodeText(3, 1).contains(value) is inside
 
 
-def test_samples_are_seeded_short_and_contained() -> None:
+def test_samples_are_seeded_short_and_contained():
     first, second = UnicodeText(16384, seed=7), UnicodeText(16384, seed=7)
     samples = [first.sample() for _ in range(50)]
     assert samples == [second.sample() for _ in range(50)]

@@ -40,7 +40,7 @@ def look(where: str) -> str:
 @pytest.mark.parametrize(
     "reward", [1, 1.0, np.float32(1), np.int64(1), np.array(1.0)], ids=lambda r: type(r).__name__
 )
-def test_any_real_reward_becomes_a_python_float(reward: Any) -> None:
+def test_any_real_reward_becomes_a_python_float(reward):
     result = parse_step("x", ("a", reward, np.bool_(True), False, {}))
     assert result == ("a", 1.0, True, False, StepInfo())
     assert type(result[1]) is float
@@ -61,7 +61,7 @@ def test_any_real_reward_becomes_a_python_float(reward: Any) -> None:
         (("a", 1.0, False, False, None), "step() info is None"),
     ],
 )
-def test_a_broken_step_is_named_in_one_sentence(result: object, message: str) -> None:
+def test_a_broken_step_is_named_in_one_sentence(result, message):
     with pytest.raises(EnvironmentContractError) as caught:
         parse_step("shop/Shop-v0", result)
     assert message in str(caught.value)
@@ -70,7 +70,7 @@ def test_a_broken_step_is_named_in_one_sentence(result: object, message: str) ->
 
 
 @pytest.mark.parametrize("result", ["ab", ("a",), (1, {}), ("a", [])])
-def test_a_broken_reset_is_an_error(result: object) -> None:
+def test_a_broken_reset_is_an_error(result):
     with pytest.raises(EnvironmentContractError, match=r"reset\(\)"):
         parse_reset("x", result)
     assert parse_reset("x", ("a", {})) == ("a", ResetInfo())
@@ -94,7 +94,7 @@ def test_a_broken_reset_is_an_error(result: object) -> None:
         ("agent", 3, "a str of at most 1,000,000 characters"),
     ],
 )
-def test_an_impossible_value_of_a_step_is_named(key: str, value: Any, expected: str) -> None:
+def test_an_impossible_value_of_a_step_is_named(key, value, expected):
     with pytest.raises(EnvironmentContractError) as caught:
         step({key: value})
     assert str(caught.value).startswith(f"shop: step() info[{key!r}] is ")
@@ -118,12 +118,12 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         ("state_key", b"a"),
     ],
 )
-def test_an_impossible_value_of_a_reset_is_named(key: str, value: Any) -> None:
+def test_an_impossible_value_of_a_reset_is_named(key, value):
     with pytest.raises(EnvironmentContractError, match=rf"shop: reset\(\) info\['{key}'\] is "):
         reset({key: value})
 
 
-def test_token_judgements_need_one_value_for_each_sampled_token() -> None:
+def test_token_judgements_need_one_value_for_each_sampled_token():
     info = {"token_mask": np.array([1, 0, 1]), "token_advantages": (np.float32(0.5), 1, -2)}
     parsed = step(info, 3)
     assert parsed.token_mask == (True, False, True)
@@ -133,7 +133,7 @@ def test_token_judgements_need_one_value_for_each_sampled_token() -> None:
         step(info, 4)
 
 
-def test_numpy_scalars_become_python_values() -> None:
+def test_numpy_scalars_become_python_values():
     parsed = step(
         {
             "episodic_reward": np.float32(0.5),
@@ -148,7 +148,7 @@ def test_numpy_scalars_become_python_values() -> None:
     assert type(parsed.success) is bool
 
 
-def test_a_conversation_that_the_user_or_a_tool_ends_is_whole() -> None:
+def test_a_conversation_that_the_user_or_a_tool_ends_is_whole():
     asked = Message(role="user", content="a")
     told = Message(role="tool", content="2", tool_call_id="1")
     assert reset({"messages": [CHAT[0]]}).messages == (asked,)
@@ -161,19 +161,19 @@ def test_a_conversation_that_the_user_or_a_tool_ends_is_whole() -> None:
         step({"messages": CHAT})
 
 
-def test_none_means_that_a_key_is_not_given() -> None:
+def test_none_means_that_a_key_is_not_given():
     names = [f.name for f in dataclasses.fields(StepInfo) if f.name != "extra"]
     assert step(dict.fromkeys(names)) == StepInfo()
 
 
-def test_every_field_but_extra_is_read_and_every_other_key_is_kept() -> None:
+def test_every_field_but_extra_is_read_and_every_other_key_is_kept():
     info = {"task_key": 1, 3: "three", "extra": 4}
     assert step(dict(info)) == StepInfo(extra=info)
     assert reset({"success": "?"}) == ResetInfo(extra={"success": "?"})
 
 
 @given(st.dictionaries(st.text() | st.integers(), st.none() | st.text() | st.floats()))
-def test_an_info_is_read_or_refused_and_nothing_is_lost(info: dict[Any, Any]) -> None:
+def test_an_info_is_read_or_refused_and_nothing_is_lost(info):
     names = {field.name for field in dataclasses.fields(StepInfo)} - {"extra"}
     try:
         parsed = step(info)
@@ -193,13 +193,13 @@ class Shop(TextEnv):
         return "hello", {}
 
 
-def test_the_prompt_is_read_through_wrappers_after_the_reset() -> None:
+def test_the_prompt_is_read_through_wrappers_after_the_reset():
     env = gymnasium.wrappers.TimeLimit(Shop(), 3)
     env.reset(seed=7)
     assert read_prompt(env) == Prompt(system="Sell 7.", tools=(as_tool(look),))
 
 
-def test_what_reset_says_replaces_what_the_environment_says() -> None:
+def test_what_reset_says_replaces_what_the_environment_says():
     env = Shop()
     env.reset(seed=7)
     system = {"role": "system", "content": "Buy."}
@@ -208,7 +208,7 @@ def test_what_reset_says_replaces_what_the_environment_says() -> None:
     assert told == Prompt(system="Buy.", tools=(), messages=messages)
 
 
-def test_an_environment_without_instructions_has_an_empty_prompt() -> None:
+def test_an_environment_without_instructions_has_an_empty_prompt():
     class Plain(gymnasium.Env[str, str]):
         pass
 
@@ -217,7 +217,7 @@ def test_an_environment_without_instructions_has_an_empty_prompt() -> None:
 
 @pytest.mark.parametrize("count", [0, 1])
 @pytest.mark.parametrize("key", ["token_advantages", "token_mask"])
-def test_a_wrong_number_of_values_for_tokens_is_found_before_training(key: str, count: int) -> None:
+def test_a_wrong_number_of_values_for_tokens_is_found_before_training(key, count):
     class Judge(TextEnv):
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
             return "begin", {}
@@ -229,7 +229,7 @@ def test_a_wrong_number_of_values_for_tokens_is_found_before_training(key: str, 
         try_out("x", Judge())
 
 
-def test_calls_in_messages_may_be_dictionaries() -> None:
+def test_calls_in_messages_may_be_dictionaries():
     call = {"name": "look", "arguments": {"where": "here"}, "id": "1"}
     messages = [
         {"role": "user", "content": "a"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import gymnasium
 import pytest
@@ -35,14 +34,14 @@ class NotAnEnv:
 '''
 
 
-def test_registered_ids_and_module_forms_resolve() -> None:
+def test_registered_ids_and_module_forms_resolve():
     assert gspo_env.resolve_env("gspo/Lookup-v0") == "gspo/Lookup-v0"
     assert gspo_env.resolve_env("gspo_envs.text.lookup:gspo/Lookup-v0") == "gspo/Lookup-v0"
     assert gspo_env.resolve_env("gspo_envs.text.lookup:LookupEnv") == "custom/LookupEnv-v0"
     assert gspo_env.make_env("custom/LookupEnv-v0").reset(seed=1)
 
 
-def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path: Path) -> None:
+def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path):
     path = tmp_path / "corner.py"
     path.write_text(FILE_ENV)
     env_id = gspo_env.resolve_env(f"{path}:CornerEnv")
@@ -75,16 +74,14 @@ def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path: Path) -> None
         ("mine.py", "expected mine.py:ClassName"),
     ],
 )
-def test_unknown_names_are_one_clear_error(
-    monkeypatch: pytest.MonkeyPatch, spec: str, message: str
-) -> None:
+def test_unknown_names_are_one_clear_error(monkeypatch, spec, message):
     monkeypatch.delitem(gymnasium.registry, "custom/Yes-v0", raising=False)  # of another test
     with pytest.raises(UnknownEnvironmentError) as caught:
         gspo_env.resolve_env(spec)
     assert message in str(caught.value)
 
 
-def test_a_class_needs_no_file_and_anything_else_is_one_clear_error() -> None:
+def test_a_class_needs_no_file_and_anything_else_is_one_clear_error():
     class Yes(Small):
         """Defined in a cell of a notebook."""
 
@@ -101,7 +98,7 @@ def test_a_class_needs_no_file_and_anything_else_is_one_clear_error() -> None:
             Config(env=wrong)
 
 
-def test_another_class_with_the_name_of_the_first_is_said(caplog) -> None:
+def test_another_class_with_the_name_of_the_first_is_said(caplog):
     def defined(place: str) -> type:
         return type("Twice", (Small,), {"__qualname__": f"{place}.Twice"})
 
@@ -115,9 +112,7 @@ def test_another_class_with_the_name_of_the_first_is_said(caplog) -> None:
 
 @pytest.mark.parametrize("suffix", [".py", ""])
 @pytest.mark.parametrize("code", ["1 / 0", "class E(:", "raise SystemExit(3)", "int('x')"])
-def test_a_file_or_module_that_raises_is_an_error_that_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, suffix: str
-) -> None:
+def test_a_file_or_module_that_raises_is_an_error_that_says_so(tmp_path, monkeypatch, code, suffix):
     name = f"bad_{len(code)}"
     (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.chdir(tmp_path)
@@ -126,7 +121,7 @@ def test_a_file_or_module_that_raises_is_an_error_that_says_so(
         gspo_env.resolve_env(f"{name}{suffix}:Env")
 
 
-def test_arguments_reach_the_environment_and_bad_ones_are_named() -> None:
+def test_arguments_reach_the_environment_and_bad_ones_are_named():
     env = gspo_env.make_env("gspo/Lookup-v0", hops=(3, 3))
     assert env.reset(seed=0)[0].startswith("Follow 3 links")
     near = r"with.*'hop'(, did you mean hops\?|\. Did you mean 'hops'\?)$"  # Python 3.13 says it
@@ -138,7 +133,7 @@ def test_arguments_reach_the_environment_and_bad_ones_are_named() -> None:
         make_env("gspo/Dataset-v0")
 
 
-def test_an_environment_without_its_methods_or_without_text_is_refused() -> None:
+def test_an_environment_without_its_methods_or_without_text_is_refused():
     class Still(TextEnv):
         """Has no step."""
 
@@ -154,7 +149,7 @@ def test_an_environment_without_its_methods_or_without_text_is_refused() -> None
         gspo_env.make_env(Bare)
 
 
-def test_a_file_without_its_suffix_is_named(monkeypatch, tmp_path) -> None:
+def test_a_file_without_its_suffix_is_named(monkeypatch, tmp_path):
     (tmp_path / "without_suffix.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as the command's
@@ -162,7 +157,7 @@ def test_a_file_without_its_suffix_is_named(monkeypatch, tmp_path) -> None:
         gspo_env.resolve_env("without_suffix:Mine")
 
 
-def test_environments_are_described() -> None:
+def test_environments_are_described():
     described = {env.id: env for env in gspo_env.describe_envs()}
     assert described["gspo/Calculator-v0"].tools == ("add", "subtract", "multiply")
     assert described["gspo/GuessNumber-v0"].tools == ()
@@ -177,9 +172,7 @@ def _broken_plugin() -> None:
     raise RuntimeError("broken plugin")
 
 
-def test_plugins_are_loaded_and_a_broken_one_is_only_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_plugins_are_loaded_and_a_broken_one_is_only_logged(monkeypatch, caplog):
     group = registration.ENTRY_POINT_GROUP
     points = [EntryPoint(name, f"plugin:{name}", group) for name in ("bad", "good")]
     found = {"bad": _broken_plugin, "good": _register_plugin}

@@ -74,7 +74,7 @@ def shop() -> ShopEnv:
     return env
 
 
-def test_schema_is_the_openai_form_with_documented_parameters() -> None:
+def test_schema_is_the_openai_form_with_documented_parameters():
     schema = as_tool(ShopEnv.price).schema
     assert schema == {
         "type": "function",
@@ -98,7 +98,7 @@ def test_schema_is_the_openai_form_with_documented_parameters() -> None:
     json.dumps(schema)
 
 
-def test_a_decorated_function_stays_callable() -> None:
+def test_a_decorated_function_stays_callable():
     assert scale(1.0, "m", "!") == "1.0m!"
     assert isinstance(as_tool(scale), Tool)
     with pytest.raises(ConfigError, match="decorate it with @tool"):
@@ -155,12 +155,12 @@ def test_a_final_answer_of_another_form_is_named_with_the_hook_for_info(final):
         (_misdescribed, "docstring cannot be read: Expected a colon"),
     ],
 )
-def test_an_unusable_function_fails_at_decoration(function: Any, message: str) -> None:
+def test_an_unusable_function_fails_at_decoration(function, message):
     with pytest.raises(ConfigError, match=message):
         tool(function)
 
 
-def test_frames_and_values_make_up_the_formatted_call() -> None:
+def test_frames_and_values_make_up_the_formatted_call():
     echo, price, fail = (as_tool(f) for f in (ShopEnv.echo, ShopEnv.price, ShopEnv.fail))
     assert tool_call_frames(echo) == [
         '<tool_call>{"name": "echo", "arguments": {"text": "',
@@ -172,7 +172,7 @@ def test_frames_and_values_make_up_the_formatted_call() -> None:
     assert tool_call_frames(fail) == [format_tool_call("fail", {})]
 
 
-def test_integers_pass_for_floats_and_strict_types_hold() -> None:
+def test_integers_pass_for_floats_and_strict_types_hold():
     subject = as_tool(scale)
     assert subject.validate({"x": 2, "unit": "m", "label": ""})["x"] == 2.0
     for wrong in ({"x": "2"}, {"unit": "cm"}, {"label": 3}, {"more": 1}, {"x": None}):
@@ -180,7 +180,7 @@ def test_integers_pass_for_floats_and_strict_types_hold() -> None:
             subject.validate({"x": 2, "unit": "m", "label": ""} | wrong)
 
 
-def test_a_result_is_observed_and_paid(shop: ShopEnv) -> None:
+def test_a_result_is_observed_and_paid(shop):
     step = shop.step(format_tool_call("price", {"item": "tea", "count": 2}))
     assert step == ("5.0", 0.25, False, False, {"observation_role": "tool"})
 
@@ -195,14 +195,14 @@ def test_a_result_is_observed_and_paid(shop: ShopEnv) -> None:
         (format_tool_call("fail", {}), "Error: fail failed: RuntimeError: out of stock"),
     ],
 )
-def test_each_failed_call_is_an_observation(shop: ShopEnv, action: str, message: str) -> None:
+def test_each_failed_call_is_an_observation(shop, action, message):
     observation, reward, terminated, truncated, info = shop.step(action)
     assert message in observation
     assert (reward, terminated, truncated) == (-0.5, False, False)
     assert info == {"observation_role": "tool", "tool_errors": 1}
 
 
-def test_several_calls_are_answered_in_order_where_allowed(shop: ShopEnv) -> None:
+def test_several_calls_are_answered_in_order_where_allowed(shop):
     shop.max_calls_per_turn = 3
     action = format_tool_call("echo", {"text": "a"}) + format_tool_call("fail", {})
     observation, reward, _, _, info = shop.step(action + format_tool_call("echo", {"text": "b"}))
@@ -211,13 +211,13 @@ def test_several_calls_are_answered_in_order_where_allowed(shop: ShopEnv) -> Non
     assert info["tool_errors"] == 1
 
 
-def test_a_tool_may_end_the_episode(shop: ShopEnv) -> None:
+def test_a_tool_may_end_the_episode(shop):
     assert shop.step(format_tool_call("leave", {}))[:4] == ("bye", 0.25, True, False)
     with pytest.raises(EnvironmentContractError, match="reset"):
         shop.step("again")
 
 
-def test_a_final_answer_ends_and_reset_begins_anew(shop: ShopEnv) -> None:
+def test_a_final_answer_ends_and_reset_begins_anew(shop):
     assert shop.step("I am done") == ("done", 1.0, True, False, {})
     shop.reset()
     assert not shop.step(format_tool_call("echo", {"text": "x"}))[2]
@@ -231,7 +231,7 @@ def test_a_final_answer_ends_and_reset_begins_anew(shop: ShopEnv) -> None:
         st.dictionaries(st.sampled_from(["item", "count", "text"]), st.text() | st.integers()),
     )
 )
-def test_no_action_makes_step_raise(action: str) -> None:
+def test_no_action_makes_step_raise(action):
     env = ShopEnv()
     env.reset(seed=0)
     observation, reward, *_ = env.step(action)

@@ -34,7 +34,7 @@ def play(env: Any, *extra: str, calls: bool = True) -> Any:
 
 
 @pytest.mark.parametrize("domain", [*DOMAINS, SHOP])
-def test_the_scripted_agent_solves_hundreds_of_different_tasks(domain: str) -> None:
+def test_the_scripted_agent_solves_hundreds_of_different_tasks(domain):
     env: Any = make_env("gspo/Dialogue-v0", domain=domain)
     keys = set()
     for seed in range(250):
@@ -43,12 +43,12 @@ def test_the_scripted_agent_solves_hundreds_of_different_tasks(domain: str) -> N
     assert len(keys) >= 200
 
 
-def test_check_env_accepts_another_domain() -> None:
+def test_check_env_accepts_another_domain():
     check_env("gspo/Dialogue-v0", env_kwargs={"domain": "bookings"})
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
-def test_claims_without_changes_and_changes_against_the_rules_fail(domain: str) -> None:
+def test_claims_without_changes_and_changes_against_the_rules_fail(domain):
     env: Any = make_env("gspo/Dialogue-v0", domain=domain)
     tables = {"orders": "orders", "bookings": "days"}
     for seed in range(40):
@@ -66,7 +66,7 @@ def test_claims_without_changes_and_changes_against_the_rules_fail(domain: str) 
         assert play(env, harm)[4]["success"] is False
 
 
-def test_needed_facts_and_calls_are_rewarded_once() -> None:
+def test_needed_facts_and_calls_are_rewarded_once():
     env: Any = make_env("gspo/Dialogue-v0")
     rewards: list[float] = []
     observation = env.reset(seed=1)[0]
@@ -96,9 +96,7 @@ FACTS = (Fact(keywords="number", text="Number 7."), Fact(keywords="day", text="O
         ("", ["It is done, what is the number?", DONE], ["Number 7.", "Goodbye."]),
     ],
 )
-def test_the_scripted_user_answers_by_persona(
-    persona: str, messages: list[str], replies: list[str]
-) -> None:
+def test_the_scripted_user_answers_by_persona(persona, messages, replies):
     task = DialogueTask(
         script="", opening="Help!", persona=persona, facts=FACTS, instructions="", actions=()
     )
@@ -143,9 +141,7 @@ def write(path: Path, value: Any) -> str:
     return str(path)
 
 
-def test_a_task_file_of_tau2_is_scored_by_database_and_communicated_texts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_task_file_of_tau2_is_scored_by_database_and_communicated_texts(tmp_path, caplog):
     unscored = tau2_task(reward_basis=["ENV_ASSERTION"])
     tasks = write(tmp_path / "tasks.json", [tau2_task(), unscored])
     env: Any = make_env("gspo/Dialogue-v0", domain=f"{__name__}:Shelf", tasks=tasks)
@@ -166,7 +162,7 @@ def test_a_task_file_of_tau2_is_scored_by_database_and_communicated_texts(
         ([tau2_task(actions=[{"name": "burn", "arguments": {}}])], "a task calls 'burn'"),
     ],
 )
-def test_a_wrong_task_file_is_refused(value: Any, sentence: str, tmp_path: Path) -> None:
+def test_a_wrong_task_file_is_refused(value, sentence, tmp_path):
     tasks = write(tmp_path / "tasks.json", value)
     with pytest.raises(ConfigError, match=sentence):
         make_env("gspo/Dialogue-v0", domain=f"{__name__}:Shelf", tasks=tasks).reset(seed=0)
@@ -180,14 +176,12 @@ def test_a_wrong_task_file_is_refused(value: Any, sentence: str, tmp_path: Path)
         ({"user": "localhost:8000"}, "expected 'scripted' or an http address"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, str], sentence: str) -> None:
+def test_wrong_arguments_are_refused(arguments, sentence):
     with pytest.raises(ConfigError, match=sentence):
         make_env("gspo/Dialogue-v0", **arguments)
 
 
-def test_a_model_plays_the_user_with_the_goal_as_its_instructions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_plays_the_user_with_the_goal_as_its_instructions(monkeypatch):
     monkeypatch.setenv("USER_KEY", "secret")
     headers = {"Authorization": "Bearer ${USER_KEY}"}
     contents = iter(["Hi, my order!", "It is 7.", "Thanks! ###STOP###"])
@@ -206,7 +200,7 @@ def test_a_model_plays_the_user_with_the_goal_as_its_instructions(
     assert "order" in messages[0]["content"]
 
 
-def test_a_user_without_an_answer_is_a_failure_and_no_zero() -> None:
+def test_a_user_without_an_answer_is_a_failure_and_no_zero():
     with serve(lambda question: "") as server:
         env: Any = make_env("gspo/Dialogue-v0", user=server.url)
         with pytest.raises(ToolServerError, match="has no text of a chat completion"):

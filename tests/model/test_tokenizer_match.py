@@ -155,14 +155,11 @@ def test_ids_that_the_tokenizer_lacks_have_no_probability_in_engine_and_trainer(
     assert caplog.text.count("never sampled") == 1
     done = generate(engine, padded, prompt, temperature)
     assert max(done.token_ids) < len(tokenizer)
-    ids = np.array([*prompt, *done.token_ids])
-    turns = np.r_[-np.ones(3, dtype=np.int64), np.zeros(30, dtype=np.int64)]
-    sample = Sample(token_ids=ids, turn_ids=turns, advantages=np.zeros(30))
-    learner = Learner(padded, GSPO(), LearnerConfig(), total_steps=1, temperature=temperature)
-    trained = learner.logprobs(learner.pack([sample])).detach().numpy()
+    trained = scores(padded, done, temperature)
     np.testing.assert_allclose(trained, done.logprobs, atol=2e-5)
     padded.set_attn_implementation("sdpa")
-    logits = padded(torch.tensor(ids[None])).logits[0, 2:-1, : len(tokenizer)] / temperature
+    ids = torch.tensor([[*prompt, *done.token_ids]])
+    logits = padded(ids).logits[0, 2:-1, : len(tokenizer)] / temperature
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
     np.testing.assert_allclose(trained, expected.detach().numpy(), atol=2e-5)
 
