@@ -65,12 +65,15 @@ def run_python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[s
     return subprocess.run([sys.executable, *arguments], **options)
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 @contextlib.contextmanager
 def serving(name: str, *arguments: str, port: int = 0) -> Iterator[tuple[int, Any]]:
     """Runs a server of this folder; yields its port, a free one by default, and the process."""
-    if not port:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+    port = port or free_port()
     command = [sys.executable, str(Path(__file__).with_name(name)), *arguments, str(port)]
     with subprocess.Popen(command) as process:
         try:

@@ -1,5 +1,8 @@
 """What tests of whole runs share."""
 
+import json
+from hashlib import sha256
+
 from gspo_env.config import Config, override
 from gspo_env.recipes.tiny import Tiny
 
@@ -58,6 +61,14 @@ def talks(**changes):
         output="run",
     )
     return override(settings, changes)
+
+
+def sign(file):
+    """Writes a changed file of a checkpoint into its manifest."""
+    content, manifest = file.read_bytes(), file.with_name("manifest.json")
+    tree = json.loads(manifest.read_text())
+    tree["files"][file.name] = [len(content), sha256(content).hexdigest()]
+    manifest.write_text(json.dumps(tree))
 
 
 def timeless(history):

@@ -5,7 +5,6 @@ import os
 import shutil
 import socket
 import threading
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import tomli_w
 from cli_errors import refused
 from hypothesis import example, given
 from hypothesis import strategies as st
+from runs import sign
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main, parse
@@ -407,10 +407,7 @@ def test_a_run_that_begins_with_a_model_elsewhere_resumes_only_with_the_flag(cap
 def test_damaged_settings_of_a_checkpoint_are_one_sentence(capsys, mine):
     path = max((mine / "checkpoints").glob("step-*")) / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"config": "x"}))
-    manifest = path.with_name("manifest.json")
-    files = json.loads(manifest.read_text())
-    files["files"]["state.json"] = [path.stat().st_size, sha256(path.read_bytes()).hexdigest()]
-    manifest.write_text(json.dumps(files))
+    sign(path)
     assert "are damaged" in refused(capsys, "train", "--resume", str(mine))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from device_cases import LOSSES, experts, hybrid, with_prefix
-from learners import adapted
+from learners import adapted, learner_of
 from pretend_device import PretendTensor, pretend_gpu
 
 from gspo_env.learner import GSPO, Learner, LearnerConfig
@@ -59,14 +59,10 @@ def test_a_hybrid_model_has_the_numbers_of_the_cpu(samples):
 def test_shared_prefixes_have_the_numbers_of_the_cpu(model, wide, gradients):
     """The two devices add in another order."""
     given, samples = model.double() if wide else model, with_prefix(np.random.default_rng(1))
-    config = LearnerConfig(minibatches=1)
-    found, metrics = gradients(
-        Learner(copy.deepcopy(given), GSPO(), config, total_steps=8), samples
-    )
+    found, metrics = gradients(learner_of(given), samples)
     assert metrics["train/shared_fraction"] > 0.3
     with pretend_gpu():
-        learner = Learner(copy.deepcopy(given).to("cuda"), GSPO(), config, total_steps=8)
-        there, moved_metrics = gradients(learner, samples)
+        there, moved_metrics = gradients(learner_of(given.to("cuda")), samples)
     tolerance = 1e-9 if wide else 1e-4
     for name, value in found.items():
         torch.testing.assert_close(there[name].inner, value, rtol=tolerance, atol=tolerance)
@@ -78,13 +74,10 @@ def test_shared_prefixes_have_the_numbers_of_the_cpu(model, wide, gradients):
 def test_bfloat16_over_masters_has_the_numbers_of_the_cpu(model, samples, gradients, shared):
     """The kernels differ, so the results agree as far as bfloat16 does."""
     samples = with_prefix(np.random.default_rng(1)) if shared else samples
-    config = LearnerConfig(minibatches=1, learning_rate=1e-2, warmup_steps=0)
     model = model.bfloat16()
-    found, metrics = gradients(
-        Learner(copy.deepcopy(model), GSPO(), config, total_steps=8), samples
-    )
+    found, metrics = gradients(learner_of(model), samples)
     with pretend_gpu() as gpu:
-        learner = Learner(copy.deepcopy(model).to("cuda"), GSPO(), config, total_steps=8)
+        learner = learner_of(model.to("cuda"), learning_rate=1e-2)
         masters = learner.masters.tensors.values()
         assert all(isinstance(m, PretendTensor) and m.dtype == torch.float32 for m in masters)
         gpu.clear()

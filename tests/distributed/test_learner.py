@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import ranks_program
 import torch.distributed as dist
+from jails import free_port
 from learners import sample_of
 
 from gspo_env.distributed import controller
@@ -19,12 +19,6 @@ from gspo_env.distributed.controller import serve
 from gspo_env.distributed.messages import pack_shares, split_over_ranks, unpack_shares
 from gspo_env.distributed.ranks import OneRankFailed, join
 from gspo_env.errors import TrainingError
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def test_a_rank_and_its_servers_can_form_groups_of_their_own(monkeypatch):
@@ -48,13 +42,9 @@ def test_a_rank_and_its_servers_can_form_groups_of_their_own(monkeypatch):
 
 def start(arguments, rank, port, size=2):
     launched = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)),
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
     }
     return subprocess.Popen([sys.executable, *arguments], env={**os.environ, **launched})
 
@@ -142,9 +132,8 @@ def test_shares_arrive_as_they_were_sent():
         assert (before.episodes, before.tokens) == (after.episodes, after.tokens)
         assert len(before.samples) == len(after.samples)
         for a, b in zip(before.samples, after.samples, strict=True):
-            np.testing.assert_array_equal(a.token_ids, b.token_ids)
-            np.testing.assert_array_equal(a.turn_ids, b.turn_ids)
-            np.testing.assert_array_equal(a.advantages, b.advantages)
+            for name in ("token_ids", "turn_ids", "advantages"):
+                np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
             assert (a.engine_logprobs is None) == (b.engine_logprobs is None)
 
 

@@ -237,5 +237,4 @@ def test_calls_in_messages_may_be_dictionaries():
         {"role": "tool", "content": "b", "tool_call_id": "1"},
     ]
     read = step({"messages": messages}).messages
-    assert read is not None
     assert read[1].tool_calls == (ToolCall(**call),)

@@ -176,7 +176,6 @@ time.sleep(600)
 def test_a_server_and_what_it_started_die_with_the_trainer(number):
     command = [sys.executable, "-c", OWNER, sys.executable, SERVER, "pids"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
         pids = owner.stdout.readline().split()
         before = list(map(is_alive, pids))
         owner.send_signal(number)

@@ -217,7 +217,6 @@ time.sleep(600)
 
 def test_a_child_dies_with_its_parent_even_if_a_fork_of_it_lives():
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE) as owner:
-        assert owner.stdout is not None
         said, before = owner.stdout.readline(), children(owner.pid)
         owner.kill()
         assert (said, len(before)) == (b"ready\n", 1)

@@ -204,7 +204,6 @@ def test_a_success_that_any_reward_makes_is_said_before_training():
     played = [play_now(env, task, lambda now: next(words)) for task in tasks]
     groups = [Group(task=task, episodes=(e,)) for task, e in zip(tasks, played, strict=True)]
     finding = check_success(groups)
-    assert finding is not None
     assert "100% of the episodes count as a success before training" in finding.text
     assert "outcomes go from 0.1 to 1.1. Return info['success']" in str(finding)
     assert check_success(groups[::2]) is None  # all outcomes are equal

@@ -129,7 +129,6 @@ class Imitation(Loss):
 
     def compute(self, inputs):
         """Pulls the policy towards its reference."""
-        assert inputs.reference_logprobs_N is not None
         assert torch.equal(inputs.old_logprobs_N, inputs.engine_logprobs_N)
         distance_N = inputs.logprobs_N - inputs.reference_logprobs_N
         return ObjectiveOutput(loss=distance_N.square().sum() / inputs.tokens, kl=distance_N)

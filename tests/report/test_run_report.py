@@ -89,13 +89,11 @@ def test_runs_that_differ_in_the_seed_are_one_arm_named_by_what_differs(tmp_path
 def test_the_band_of_one_run_is_wilsons_and_that_of_seeds_a_bootstrap(tmp_path):
     one = write(tmp_path / "0", [0.1, 0.5])
     tasks = band(arms_of([one])[0], "eval/success")
-    assert tasks is not None
     assert tasks.kind == "tasks"
     low, high = stats.success_interval([[1.0]] * 50 + [[0.0]] * 50)
     assert (tasks.low[1], tasks.high[1]) == (low, high)
     more = [write(tmp_path / str(n), [0.1, 0.4 + n / 10, 0.9][: 2 + n % 2], seed=n) for n in (1, 2)]
     seeds = band(arms_of([one, *more])[0], "eval/success")
-    assert seeds is not None
     assert seeds.kind == "seeds"
     assert seeds.steps.tolist() == [0, 5]  # those that all runs have
     assert np.all((seeds.low <= seeds.middle) & (seeds.middle <= seeds.high))

@@ -482,7 +482,6 @@ def test_a_judge_is_an_argument_of_gymnasium_make_and_sees_nothing_alone(server)
     env = gymnasium.make("gspo/Dataset-v0", data=rows, rewards=[reward])
     env.reset(seed=0)
     assert env.step("quality 3")[1] == 0.0
-    assert env.spec is not None
     scored = asyncio.run(env.get_wrapper_attr("group_reward")(group(["quality 3"])))
     assert scored.episodes[0].outcome == 0.3
 

@@ -205,14 +205,12 @@ def test_a_cut_episode_gets_what_the_environment_declares_or_its_sum(stop):
 
 @pytest.mark.parametrize("gives", [True, False])
 @pytest.mark.parametrize("stop", [StopReason.TERMINATED, StopReason.TRUNCATED])
-def test_a_finished_episode_keeps_what_its_last_step_says(stop, gives):
+def test_a_finished_episode_keeps_what_its_last_step_says_or_has_the_sum(stop, gives):
     assert conclude([turn(0.5, episodic_reward=-2.0)], stop, gives, 0.0) == (-2.0, False)
     said = [turn(0.5, episodic_reward=-2.0, success=True)]
     assert conclude(said, stop, gives, 0.0) == (-2.0, True)
-
-
-def test_a_terminal_step_without_an_outcome_has_the_sum():
-    assert conclude([turn(0.5), turn(0.25)], StopReason.TERMINATED, True, 0.0) == (0.75, True)
+    without = [turn(0.5), turn(0.25)]
+    assert conclude(without, StopReason.TERMINATED, gives, 0.0) == (0.75, True)
 
 
 @given(

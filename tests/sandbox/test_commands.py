@@ -29,9 +29,7 @@ def isolation():
 def inside(code, box=BOX, **variables):
     """The end of Python code that runs as a command."""
     with box.start([PYTHON, "-I", "-S", "-"], stdin=code, variables=variables) as started:
-        end = started.wait(60.0)
-    assert end is not None
-    return end
+        return started.wait(60.0)
 
 
 def outside(code):
@@ -252,7 +250,6 @@ def test_all_processes_end_with_the_command_or_when_it_is_asked(waits):
             started.end()
             started.end()
         end = started.wait(30.0)
-        assert end is not None
         assert end.code == (-signal.SIGKILL if waits else 0)
     assert imprisoned() == []
 
@@ -264,7 +261,6 @@ def test_a_command_that_is_ended_while_it_ends_keeps_its_exit_code():
             while started._process.poll() is None:
                 started.end()
             end = started.wait(30.0)
-        assert end is not None
         assert end.code == 3
 
 
@@ -277,7 +273,6 @@ def test_a_command_dies_with_the_process_that_started_it():
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         assert eventually(lambda: imprisoned(process.pid))
         process.kill()
@@ -317,6 +312,5 @@ def test_a_link_to_a_program_is_followed(tmp_path):
 def test_a_command_that_cannot_be_started_says_so(command):
     with BOX.start(command) as started:
         end = started.wait(30.0)
-    assert end is not None
     assert end.code == 127
     assert f"{command[0]} cannot be started" in end.stderr

@@ -480,7 +480,6 @@ def test_a_double_fork_does_not_outlive_the_run(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-I", "-c", code], stdout=subprocess.PIPE, start_new_session=True
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"escaped\n"
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -29,6 +29,14 @@ def post(client, path="/chat/completions", body=HI, **more):
     return client.post(path, json=body, **more)
 
 
+def ask(client, session):
+    """Asks with the key of a session; returns the response, which is an answer."""
+    headers = {"x-api-key": session.key}
+    got = client.post(f"{session.url}/chat/completions", json=HI, headers=headers)
+    assert got.status_code == 200
+    return got
+
+
 def test_a_reward_reaches_its_turn_while_the_step_runs(opened):
     rewards, late = {}, []
 
@@ -104,9 +112,8 @@ def test_many_programs_at_once_and_nothing_is_left(address):
 
     def play(n):
         session = address.open(answer)
-        with httpx.Client(headers={"x-api-key": session.key}, timeout=30) as client:
-            url = f"{session.url}/chat/completions"
-            codes = [client.post(url, json=HI).status_code for _ in range(3)]
+        with httpx.Client(timeout=30) as client:
+            codes = [ask(client, session).status_code for _ in range(3)]
         session.close()
         return codes
 
@@ -126,9 +133,7 @@ def test_the_end_of_a_session_leaves_an_idle_connection_to_the_next_one_of_its_c
         for _ in range(20):
             one, two = address.open(Policy()), address.open(Policy())
             for session in (one, two):
-                headers = {"x-api-key": session.key}
-                got = client.post(f"{session.url}/chat/completions", json=HI, headers=headers)
-                assert got.status_code == 200
+                got = ask(client, session)
                 stream = got.extensions["network_stream"]
                 ports.append(stream.get_extra_info("client_addr"))
                 session.close()
@@ -146,9 +151,7 @@ def test_the_end_of_a_session_spares_a_request_of_another_one_on_the_same_connec
         for session in (one, two):
             if session is two:
                 threading.Timer(0.2, one.close).start()
-            headers = {"x-api-key": session.key}
-            got = client.post(f"{session.url}/chat/completions", json=HI, headers=headers)
-            assert got.status_code == 200
+            ask(client, session)
     two.close()
 
 
@@ -360,9 +363,7 @@ def test_the_address_starts_at_its_first_use_and_ends_with_the_process():
 
 def fork_and_answer(pipe):
     session = address().open(Policy())
-    headers = {"x-api-key": session.key}
-    got = httpx.post(f"{session.url}/chat/completions", json=HI, headers=headers)
-    pipe.send((session.url, got.status_code))
+    pipe.send((session.url, ask(httpx, session).status_code))
     pipe.close()
 
 

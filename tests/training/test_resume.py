@@ -1,7 +1,6 @@
 """A run that is resumed from a checkpoint is the same run, bit for bit."""
 
 import dataclasses
-import hashlib
 import json
 import os
 import random
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import talks, timeless
+from runs import sign, talks, timeless
 from safetensors.torch import load_file, save_file
 
 from gspo_agents.gspo import GSPOAgent
@@ -186,9 +185,7 @@ def test_a_forged_checkpoint_with_the_right_digests_is_refused_in_one_sentence(c
     if isinstance(content, dict):
         content = json.dumps(json.loads((folder / name).read_text()) | content).encode()
     (folder / name).write_bytes(content)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][name] = [len(content), hashlib.sha256(content).hexdigest()]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    sign(folder / name)
     with pytest.raises(OutputError, match=sentence):
         GSPOAgent.resume("run").train()
 
@@ -200,10 +197,7 @@ def test_a_checkpoint_that_is_not_finite_is_refused_with_the_name_of_the_tensor(
     tensors = load_file(file)
     tensors[name].view(-1)[0] = float("nan")
     save_file(tensors, file)
-    content = file.read_bytes()
-    manifest = json.loads((file.parent / "manifest.json").read_text())
-    manifest["files"][file.name] = [len(content), hashlib.sha256(content).hexdigest()]
-    (file.parent / "manifest.json").write_text(json.dumps(manifest))
+    sign(file)
     with pytest.raises(OutputError, match=f"is damaged: ValueError: {name} is not finite"):
         GSPOAgent.resume("run").train()
 
