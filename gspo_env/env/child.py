@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import socket
+import json
 import sys
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 from gspo_env.env.base import MAX_TEXT_LENGTH, Action, TextEnvironment, attribute
 from gspo_env.env.info import parse_reset, parse_step, read_message, read_prompt
-from gspo_env.env.isolated import receive, send
+from gspo_env.env.isolated import send
 from gspo_env.env.registration import make_env
 from gspo_env.runtime import loops
 from gspo_env.runtime.processes import die_with_parent
@@ -31,11 +32,11 @@ def serve(descriptor: int, parent: int) -> None:
         parent: Process id of the parent, with which this process ends.
     """
     die_with_parent(parent)
-    host, channel = _Host(), socket.socket(fileno=descriptor)
+    host, connection = _Host(), Connection(descriptor)
     while True:
-        loops.idle(partial(_arrival, channel))
+        loops.idle(partial(_arrival, connection))
         try:
-            request = receive(channel)
+            request = json.loads(connection.recv_bytes())
         except EOFError:
             return
         try:
@@ -43,17 +44,17 @@ def serve(descriptor: int, parent: int) -> None:
         except Exception as error:
             raised = foreign(error)
             reply = {"error": [raised.name, raised.text, raised.where, raised.trace]}
-        send(channel, reply)
+        send(connection, reply)
 
 
-async def _arrival(channel: socket.socket) -> None:
+async def _arrival(connection: Connection) -> None:
     """Waits until there is something to read; tasks of an asynchronous environment go on."""
     loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(channel, arrived.set)
+    loop.add_reader(connection, arrived.set)
     try:
         await arrived.wait()
     finally:
-        loop.remove_reader(channel)
+        loop.remove_reader(connection)
 
 
 class _Host:

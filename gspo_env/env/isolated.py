@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,6 @@ _START_SECONDS = 120.0
 """Seconds for the imports of a new process, in addition to the time of its environment."""
 _CLOSE_SECONDS = 5.0
 """Seconds that `close` of the environment may take, and then the end of the killed process."""
-_HEAD = struct.Struct("!Q")
-"""The length of a message, which precedes it."""
 _MAX_BYTES = 64 * 2**20
 """Maximum size of a message."""
 _LOOK_SECONDS = 0.5
@@ -100,9 +99,10 @@ class IsolatedEnv(TextEnv):
             _exit_code(process)
 
     def _start(self) -> None:
-        self._socket, child_socket = socket.socketpair()
-        with child_socket:
-            descriptor = child_socket.fileno()
+        ours, theirs = socket.socketpair()
+        self._connection = Connection(ours.detach())
+        with theirs:
+            descriptor = theirs.fileno()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gspo_env.env.child", str(descriptor), str(os.getpid())],
                 pass_fds=(descriptor,),
@@ -119,10 +119,16 @@ class IsolatedEnv(TextEnv):
         process = self._process
         if process is None:
             raise EnvironmentCrashError(f"{name}: the process of the environment has ended")
-        seconds = timeout or self._timeout
+        seconds = timeout or self._timeout or math.inf
+        end, connection = time.monotonic() + seconds, self._connection
         try:
-            send(self._socket, {"call": name, **arguments})
-            reply = receive(self._socket, seconds, lambda: process.poll() is None)
+            send(connection, {"call": name, **arguments})
+            while not connection.poll(max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))):
+                if time.monotonic() >= end:
+                    raise TimeoutError
+                if process.poll() is not None:  # others may hold its end open
+                    raise EOFError
+            reply = json.loads(connection.recv_bytes(_MAX_BYTES))
         except TimeoutError:
             self.kill()
             raise EnvironmentHangError(f"{name} did not return within {seconds:g} s") from None
@@ -130,7 +136,7 @@ class IsolatedEnv(TextEnv):
             self.kill()
             code = _exit_code(process)
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            what = f", after it sent {error}" if isinstance(error, ValueError) else ""
+            what = f" ({error})" if str(error) else ""
             raise EnvironmentCrashError(
                 f"{name}: the process of the environment ended with {how}{what}"
             ) from None
@@ -150,58 +156,13 @@ class IsolatedEnv(TextEnv):
         self.kill()
 
 
-def send(channel: socket.socket, message: object) -> None:
+def send(connection: Connection, message: object) -> None:
     """Writes a message.
 
     Raises:
         OSError: Nobody reads.
     """
-    data = json.dumps(message, default=_plain).encode()
-    channel.settimeout(None)
-    channel.sendall(_HEAD.pack(len(data)) + data)
-
-
-def receive(
-    channel: socket.socket, timeout: float | None = None, is_alive: Callable[[], bool] | None = None
-) -> Any:
-    """Reads a message.
-
-    Args:
-        channel: Our end of the connection.
-        timeout: Seconds that it may take.
-        is_alive: Whether the writer still runs, since others may hold its end open.
-
-    Raises:
-        EOFError: The writer ended.
-        TimeoutError: It took longer.
-        ValueError: The message is too long or no JSON.
-    """
-    deadline = None if timeout is None else time.monotonic() + timeout
-
-    def read(size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            seconds = _LOOK_SECONDS
-            if deadline is not None:
-                seconds = min(seconds, max(0.0, deadline - time.monotonic()))
-            channel.settimeout(seconds)
-            try:
-                part = channel.recv(min(size - len(data), 1 << 20))
-            except (TimeoutError, BlockingIOError):
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError from None
-                if is_alive is not None and not is_alive():
-                    raise EOFError from None
-                continue
-            if not part:
-                raise EOFError
-            data += part
-        return bytes(data)
-
-    (size,) = _HEAD.unpack(read(_HEAD.size))
-    if size > _MAX_BYTES:
-        raise ValueError(f"a message of {size} bytes")
-    return json.loads(read(size))
+    connection.send_bytes(json.dumps(message, default=_plain).encode())
 
 
 def _plain(value: Any) -> Any:
