@@ -16,8 +16,6 @@ from gspo_env.errors import EnvironmentContractError
 from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo, ToolCall
 
 ParsedStep = tuple[str, float, bool, bool, StepInfo]
-_PLAIN = [str, float, bool, bool, dict]
-"""The types of what `step` returns, if nothing has to be converted."""
 Reader = tuple[Callable[[Any], Any], str]
 """A function that returns the parsed value or raises, and a description of what it expects."""
 _REFUSED = (TypeError, ValueError, LookupError, OverflowError)
@@ -51,11 +49,10 @@ def parse_step(env_id: str, result: object, tokens: int | None = None) -> Parsed
         expected = "a tuple (observation, reward, terminated, truncated, info)"
         raise _fault(env_id, "step() result", result, expected)
     observation, reward, terminated, truncated, info = result
-    if list(map(type, result)) != _PLAIN or not _in_range(observation, reward):
-        observation = _value(env_id, "step() observation", observation, _TEXT)
-        terminated = _value(env_id, "step() terminated", terminated, _FLAG)
-        truncated = _value(env_id, "step() truncated", truncated, _FLAG)
-        reward = _value(env_id, "step() reward", reward, _NUMBER)
+    observation = _value(env_id, "step() observation", observation, _TEXT)
+    terminated = _value(env_id, "step() terminated", terminated, _FLAG)
+    truncated = _value(env_id, "step() truncated", truncated, _FLAG)
+    reward = _value(env_id, "step() reward", reward, _NUMBER)
     parsed = StepInfo(**_read(env_id, "step()", info, _STEP))
     for name in ("token_advantages", "token_mask") if info else ():
         values = getattr(parsed, name)
@@ -63,10 +60,6 @@ def parse_step(env_id: str, result: object, tokens: int | None = None) -> Parsed
             expected = f"{tokens} values, one per sampled token"
             raise _fault(env_id, f"step() info[{name!r}]", values, expected)
     return observation, reward, terminated, truncated, parsed
-
-
-def _in_range(observation: str, reward: float) -> bool:
-    return len(observation) <= MAX_OBSERVATION and math.isfinite(reward)
 
 
 def read_prompt(env: TextEnvironment, info: ResetInfo | None = None) -> Prompt:
@@ -135,10 +128,7 @@ def _read(env_id: str, method: str, info: object, readers: Mapping[str, Reader])
         if reader is None:
             extra[key] = value
         elif value is not None:
-            try:
-                read[key] = reader[0](value)
-            except _REFUSED:
-                raise _fault(env_id, f"{method} info[{key!r}]", value, reader[1]) from None
+            read[key] = _value(env_id, f"{method} info[{key!r}]", value, reader)
     return {**read, "extra": extra} if extra else read
 
 
