@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gspo_env.env.base import TextEnv, TextEnvironment, attribute
+from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.errors import EnvironmentHangError, RolloutError
 from gspo_env.rollout.failures import (
@@ -37,8 +37,6 @@ class _Seat:
     thread: EnvThread | None = None
     threaded: bool = False
     """Whether all calls run in the thread, and not only the steps for which `blocks` is true."""
-    overrides_blocks: bool = False
-    """Whether the environment defines `blocks`."""
 
 
 @dataclass(slots=True)
@@ -117,12 +115,11 @@ class EnvPool:
                 await thread.call(close_quietly, env)
                 thread.stop()
                 thread, env = None, attempt(self.make)
-            overrides_blocks = thread is None and _overrides_blocks(env)
         except Exception as error:
             if thread is not None:
                 thread.stop()
             raise EnvironmentFailed(describe("making the environment", error)) from error
-        self._seats[id(env)] = _Seat(env, thread, thread is not None, overrides_blocks)
+        self._seats[id(env)] = _Seat(env, thread, thread is not None)
         return env
 
     async def _make_in(self, thread: EnvThread, timeout: float | None) -> TextEnvironment:
@@ -175,9 +172,7 @@ class EnvPool:
         """
         env = getattr(function, "__self__", args[0] if args else None)
         seat = self._seats.get(id(env))
-        if seat is None or not (
-            seat.threaded or (seat.overrides_blocks and _blocks(function, args))
-        ):
+        if seat is None or not (seat.threaded or _blocks(function, args)):
             return attempt(function, *args, **kwargs)
         seat.thread = seat.thread or EnvThread()
         return await seat.thread.call(function, *args, **kwargs)
@@ -246,17 +241,12 @@ class EnvPools:
             pool.close()
 
 
-def _overrides_blocks(env: TextEnvironment) -> bool:
-    blocks = attribute(env, "blocks", None)
-    return blocks is not None and getattr(blocks, "__func__", None) is not TextEnv.blocks
-
-
 def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Returns whether the environment declares that this step may take long."""
     env = getattr(function, "__self__", None)
     if env is None or not args or function.__name__ != "step":
         return False
-    return bool(env.get_wrapper_attr("blocks")(*args))
+    return bool(attribute(env, "blocks", lambda action: False)(*args))
 
 
 async def play_again(
