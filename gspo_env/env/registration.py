@@ -12,7 +12,7 @@ import reprlib
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -404,10 +404,7 @@ def read_members(
                 f"env_kwargs has {name!r}; expected a table for one of {', '.join(names)}, as in "
                 f"--env-kwargs {names[0]}.KEY=VALUE"
             )
-    return tuple(
-        Member(spec=m.spec, name=m.name, weight=m.weight, kwargs=kwargs.get(m.name, {}))
-        for m in members
-    )
+    return tuple(replace(m, kwargs=kwargs.get(m.name, {})) for m in members)
 
 
 def _check_names(names: Sequence[str], entries: Sequence[str]) -> None:
