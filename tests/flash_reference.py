@@ -10,54 +10,34 @@ algorithms 1 and 2.
 """
 
 import functools
-from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 _library = torch.library.Library("aten", "IMPL")
 
 
 @functools.cache
-def register() -> None:
+def register():
     """Gives the two operators a kernel for the CPU."""
     _library.impl("_flash_attention_forward", forward, "CPU")
     _library.impl("_flash_attention_backward", backward, "CPU")
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def forward(*tensors, scale=None, window_size_left=None, window_size_right=None, **unused):
     """Returns the output (T, H, D), the log-sum-exp (H, T), and three that nothing reads."""
+    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, *others = tensors
     _check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
+    dropout_p, is_causal, return_debug_mask = others
     assert not dropout_p
     assert not return_debug_mask
-    assert seqused_k is alibi_slopes is block_table is num_splits is None
+    assert not [value for value in unused.values() if value is not None]
     out = torch.empty_like(query)
     wide = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_full((query.shape[1], len(query)), torch.nan, dtype=wide)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    for q, k, seen in _sequences(
-        cum_seq_q, cum_seq_k, is_causal, window_size_left, window_size_right
-    ):
+    seen_by = cum_seq_q, cum_seq_k, is_causal, window_size_left, window_size_right
+    for q, k, seen in _sequences(*seen_by):
         scores = _scores(query[q], key[k], seen, scale, wide)
         lse[:, q] = scores.logsumexp(-1)
         shares = (scores - lse[:, q, None]).exp()
@@ -68,27 +48,10 @@ def forward(
     return out, lse, torch.empty(2, dtype=torch.uint64), torch.empty(0, dtype=torch.uint64), empty
 
 
-def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor,
-    cum_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(*tensors, scale=None, window_size_left=None, window_size_right=None):
     """Returns the gradients of queries, keys and values, from the given output and log-sum-exp."""
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, *others = tensors
+    max_q, max_k, _, is_causal, _, _ = others
     _check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
     assert grad_out.dtype == out.dtype == query.dtype
     assert logsumexp.shape == (query.shape[1], len(query))
@@ -99,9 +62,8 @@ def backward(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     heads = key.shape[1], query.shape[1] // key.shape[1]
     delta = (grad_out.to(wide) * out.to(wide)).sum(-1)  # (T, H)
-    for q, k, seen in _sequences(
-        cum_seq_q, cum_seq_k, is_causal, window_size_left, window_size_right
-    ):
+    seen_by = cum_seq_q, cum_seq_k, is_causal, window_size_left, window_size_right
+    for q, k, seen in _sequences(*seen_by):
         scores = _scores(query[q], key[k], seen, scale, wide)
         shares = (scores - logsumexp[:, q, None]).exp()
         g = grad_out[q].to(wide)
@@ -115,9 +77,7 @@ def backward(
     return tuple(d.to(t.dtype) for d, t in zip(grads, (query, key, value), strict=True))
 
 
-def _sequences(
-    cum_q: Tensor, cum_k: Tensor, causal: bool, left: int | None, right: int | None
-) -> Iterator[tuple[slice, slice, Tensor]]:
+def _sequences(cum_q, cum_k, causal, left, right):
     """Yields the queries, the keys and the mask of each sequence; the last ones are aligned."""
     left = -1 if left is None else left
     right = 0 if causal else -1 if right is None else right
@@ -132,24 +92,16 @@ def _sequences(
         yield slice(q0, q1), slice(k0, k1), seen
 
 
-def _scores(q: Tensor, k: Tensor, seen: Tensor, scale: float, wide: torch.dtype) -> Tensor:
+def _scores(q, k, seen, scale, wide):
     scores = torch.einsum("qhd,khd->hqk", q.to(wide), _grouped(k, q).to(wide)) * scale
     return scores.masked_fill(~seen, -torch.inf)
 
 
-def _grouped(tensor: Tensor, query: Tensor) -> Tensor:
+def _grouped(tensor, query):
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cum_q: Tensor | None,
-    cum_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-) -> None:
+def _check(q, k, v, cum_q, cum_k, max_q, max_k):
     size = q.shape[-1]
     if cum_q is None or cum_k is None or cum_q.dtype != torch.int32 or cum_k.dtype != torch.int32:
         raise RuntimeError("cu_seqlens must have dtype int32")

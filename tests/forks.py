@@ -10,6 +10,7 @@ import random
 
 import numpy as np
 import torch
+from turns import episode, turn
 
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.sample import to_samples
@@ -22,7 +23,7 @@ from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.types import Episode, Message, Prompt, StepInfo, StopReason, Task, Turn
+from gspo_env.types import Episode, Message, Prompt, StepInfo, Task
 
 WORDS = "amber birch cedar stone river follow two links then say what you found summary again"
 APPENDING = (
@@ -154,7 +155,7 @@ def play(engine, chat, episodes: int, seed: int = 0, turns: int = 10) -> list[Ep
     collector = Collector(engine, chat, EnvPool(lambda: Harness(turns)), config)
     tasks = [Task(env_id="Harness", seed=seed + n) for n in range(episodes)]
     groups = asyncio.run(collector.collect(tasks, seed=seed))
-    return [episode for group in groups for episode in group.episodes]
+    return [each for group in groups for each in group.episodes]
 
 
 def differences(model, episodes) -> np.ndarray:
@@ -191,32 +192,16 @@ def compacting(chat, turns: int = 40, every: int = 8, words: int = 12) -> Episod
         opening = transcript.read("", "user", StepInfo(messages=tuple(conversation)))
         action = (*chat.encode(text(words)), chat.end_of_turn)
         saying = transcript.write(action)
-        records.append(
-            Turn(
-                parent=opening.parent,
-                fork=opening.fork,
-                prompt_ids=opening.prompt_ids,
-                action_ids=action,
-                logprobs=(-1.0,) * len(action),
-                text=saying.text,
-                observation="",
-                reward=0.0,
-            )
-        )
+        place = {name: getattr(opening, name) for name in ("parent", "fork", "prompt_ids")}
+        logprobs = (-1.0,) * len(action)
+        records.append(turn(**place, action_ids=action, logprobs=logprobs, text=saying.text))
         conversation += [
             Message(role="assistant", content=saying.text),
             Message(role="user", content=text(words)),
         ]
         if k % every == every - 1:
             conversation = [*head, Message(role="user", content=f"summary {text(20)}")]
-    return Episode(
-        task=Task(env_id="Harness", seed=0),
-        turns=tuple(records),
-        outcome=0.0,
-        stop_reason=StopReason.TERMINATED,
-        terminated=True,
-        truncated=False,
-    )
+    return episode(*records, task=Task(env_id="Harness", seed=0))
 
 
 def computed_and_distinct(episode: Episode) -> tuple[int, int]:

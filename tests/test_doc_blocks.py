@@ -10,17 +10,11 @@ ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# ([\w-]+\.py)\n")
 SHOWN = re.compile(r"^\s*print\(.*?\)  # (.+)$|^# (.+)$(?<!\.py)", re.MULTILINE)
+PLAIN = ("coming-from", "credit", "data", "environments", "learner", "runs")
 PAGES = {
-    "README.md": pytest.mark.commands,
-    "docs/built-in.md": pytest.mark.adapters,
-    "docs/coming-from.md": pytest.mark.commands,
-    "docs/credit.md": pytest.mark.commands,
-    "docs/data.md": pytest.mark.commands,
-    "docs/environments.md": pytest.mark.commands,
-    "docs/learner.md": pytest.mark.commands,
+    **dict.fromkeys(["README.md", *(f"docs/{name}.md" for name in PLAIN)], pytest.mark.commands),
+    **dict.fromkeys(["docs/built-in.md", "docs/tools.md"], pytest.mark.adapters),
     "docs/programs.md": pytest.mark.agents,
-    "docs/runs.md": pytest.mark.commands,
-    "docs/tools.md": pytest.mark.adapters,
 }
 
 BEFORE = {

@@ -93,9 +93,8 @@ def test_a_run_in_another_process_gets_the_real_values():
 def test_the_value_of_a_named_variable_is_redacted_wherever_it_appears(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", SECRET)
     monkeypatch.setenv("SOME_FOLDER", "/a/plain/folder")
-    assert resolve("Bearer ${SOME_API_KEY} ${SOME_FOLDER} $5") == (
-        f"Bearer {SECRET} /a/plain/folder $5"
-    )
+    named = resolve("Bearer ${SOME_API_KEY} ${SOME_FOLDER} $5")
+    assert named == f"Bearer {SECRET} /a/plain/folder $5"
     assert redact_text(f"{SECRET} in /a/plain/folder") == f"{MARK} in /a/plain/folder"
     with pytest.raises(ConfigError, match="variable NOT_SET; expected it to be set"):
         resolve("${NOT_SET}")

@@ -15,15 +15,9 @@ from gspo_env.errors import TrainingError
 from gspo_env.model.thread_speed import best, measure
 
 SIZES = Sizes(
-    parameters=1_000_000,
-    trained=1_000_000,
-    adapter_width=10_000,
-    weight=4,
-    layers=10,
-    hidden=2_000,
-    cached_token=1_000,
-    pass_fixed=1e6,
-    pass_token=100_000,
+    **{"parameters": 1_000_000, "trained": 1_000_000, "adapter_width": 10_000, "weight": 4},
+    **{"layers": 10, "hidden": 2_000, "cached_token": 1_000},
+    **{"pass_fixed": 1e6, "pass_token": 100_000},
 )
 WORK = Work(tokens=6000, longest=500, slots=64)
 

@@ -12,12 +12,8 @@ from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.load import add_adapter
 
 SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
 }
 
 

@@ -29,13 +29,9 @@ ROOT = Path(__file__).parents[2]
 
 def small(output, **changes):
     settings = {
-        "recipe": {"imitation_steps": 4},
-        "tasks_per_step": 3,
-        "eval_every": 1,
-        "rollout": {"group_size": 3},
-        "learner": {"minibatches": 2},
-        "checkpoints": {"save_every": 1},
-        "output": str(output),
+        **{"recipe": {"imitation_steps": 4}, "rollout": {"group_size": 3}},
+        **{"learner": {"minibatches": 2}, "checkpoints": {"save_every": 1}},
+        **{"tasks_per_step": 3, "eval_every": 1, "output": str(output)},
     }
     return tiny(**{**settings, **changes})
 

@@ -103,12 +103,8 @@ def test_a_run_warns_of_a_collapse_in_the_terminal_and_the_folder_and_names_its_
 ):
     Path("turns.py").write_text(PAYS_UNTIL_A_FILE_APPEARS)
     config = runs.tiny(
-        env="turns.py:Turns",
-        output="run",
-        steps=1,
-        tasks_per_step=2,
-        eval_every=1,
-        eval_tasks=16,
+        **{"env": "turns.py:Turns", "output": "run", "steps": 1, "tasks_per_step": 2},
+        **{"eval_every": 1, "eval_tasks": 16},
         rollout={"group_size": 2, "max_turn_tokens": 8},
         recipe={"layers": 1, "demonstrations": 16, "imitation_steps": 300},
         credit={"score": "turns"},

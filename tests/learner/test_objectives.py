@@ -3,7 +3,6 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import learners
 import numpy as np
@@ -167,16 +166,8 @@ def test_loss_and_gradient_are_those_of_the_reference(aggregation, level, seed, 
     inputs = wide(seed)
     inputs["reference_logprobs"] = inputs["old_logprobs"] + 0.1
     power = 0.0 if level == "token" else power
-    options: dict[str, Any] = {
-        "ratio_level": level,
-        "aggregation": aggregation,
-        "max_tokens": 7,
-        "ratio_mean": power,
-        "dual_clip": dual,
-        "clip_low": 0.1,
-        "clip_high": 0.2,
-        "kl_coef": 0.3,
-    }
+    options = {"ratio_level": level, "aggregation": aggregation, "max_tokens": 7, "kl_coef": 0.3}
+    options |= {"ratio_mean": power, "dual_clip": dual, "clip_low": 0.1, "clip_high": 0.2}
     output, gradient = evaluate(inputs, **options)
     expected = reference.policy_loss(**{k: v.numpy() for k, v in inputs.items()}, **options)
     np.testing.assert_allclose(output.loss.item(), expected.loss, atol=1e-11)

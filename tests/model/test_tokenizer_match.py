@@ -104,15 +104,10 @@ def test_a_model_whose_tokenizer_lacks_ids_is_trained_saved_and_has_finite_entro
     sparse, tmp_path
 ):
     save_model(model_for(sparse), sparse, tmp_path / "model")
-    settings = {
-        "model": str(tmp_path / "model"),
-        "env": "gspo/Lookup-v0",
-        "output": str(tmp_path / "run"),
-        "tasks_per_step": 2,
-        "steps": 1,
-        "rollout": {"max_turn_tokens": 8, "max_context": 1024},
-    }
-    agent = GSPOAgent(config=tiny(**settings))
+    places = {"model": str(tmp_path / "model"), "output": str(tmp_path / "run")}
+    limits = {"max_turn_tokens": 8, "max_context": 1024}
+    settings = {"env": "gspo/Lookup-v0", "tasks_per_step": 2, "steps": 1, "rollout": limits}
+    agent = GSPOAgent(config=tiny(**places, **settings))
     assert set(sparse.convert_tokens_to_ids(["<|im_end|>"])) <= set(agent.chat.stop_ids)
     entropies = [m["train/entropy"] for _, m in agent.train() if "train/entropy" in m]
     assert entropies

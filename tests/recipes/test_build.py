@@ -196,14 +196,8 @@ class Mute(Patient):
 
 @pytest.mark.parametrize(("rate", "restarts"), [(1e-2, 0), (1e-9, 2)])
 def test_a_warm_up_whose_loss_has_not_fallen_by_its_middle_begins_again(rate, restarts):
-    config = Tiny(
-        hidden_size=32,
-        layers=1,
-        demonstrations=64,
-        imitation_steps=40,
-        imitation_batch=8,
-        imitation_learning_rate=rate,
-    )
+    steps = {"imitation_steps": 40, "imitation_batch": 8, "imitation_learning_rate": rate}
+    config = Tiny(hidden_size=32, layers=1, demonstrations=64, **steps)
     model, tokenizer, demonstrations = build({"test": Patient()}, config, 0)
     samples = imitation_samples(demonstrations, ChatTokenizer(tokenizer))
     steps = []
