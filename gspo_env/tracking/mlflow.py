@@ -29,7 +29,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from annotated_types import Ge
 
 from gspo_env.errors import ConfigError, OutputError, TrackingError
-from gspo_env.redaction import redact_text
+from gspo_env.redaction import TerminalFormatter, redact_text
 from gspo_env.registry import check_values, load_function
 from gspo_env.runtime.futures import run_in_daemon
 from gspo_env.tracking.base import MODEL, SUMMARY, Input, Point, RunInfo, Status
@@ -49,6 +49,7 @@ _PARAMS_PER_BATCH = 100
 _METRICS_PER_BATCH = 1000
 _MAX_INPUT_NAME = 500
 _MAX_INPUT_SOURCE = 65_535
+_RUN_FOLDER = re.compile(r"[/\\][0-9a-f]{32}[/\\]artifacts[/\\]?\Z")
 _KEY_REFUSED = re.compile(r"[^\w\-. /]")
 
 _KEY_TAG = "gspo_env.key"
@@ -287,6 +288,8 @@ def open_client(settings: MLflow) -> MlflowClient:
     # Creating the store logs each of its tables' migrations, a full disk a traceback for each call.
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    for handler in logging.getLogger("mlflow").handlers:  # it shows what a server sends
+        handler.setFormatter(TerminalFormatter("%(levelname)s %(message)s"))
     return MlflowClient(tracking_uri=settings.tracking_uri or None)
 
 
@@ -310,11 +313,16 @@ def _open_run(settings: MLflow, info: RunInfo, *, search: bool) -> _Run:
         run_id = _create_run(client, experiment_id, settings, info)
         _log_params(client, run_id, info)
     run = client.get_run(run_id)
+    artifacts = str(run.info.artifact_uri)
+    if urlsplit(artifacts).scheme in ("", "file") and not _RUN_FOLDER.search(artifacts):
+        raise OutputError(  # what is there would be overwritten
+            f"the store keeps the run's files in {artifacts!r}; expected a folder RUN_ID/artifacts"
+        )
     return _Run(
         client=client,
         run_id=run_id,
         experiment_id=run.info.experiment_id,
-        artifacts=str(run.info.artifact_uri),
+        artifacts=artifacts,
         traces=TraceWriter(client, run.info.experiment_id, run_id, info.key),
         metrics=set(run.data.metrics),
     )

@@ -336,6 +336,45 @@ def test_an_answer_that_never_ends_is_refused(answer, monkeypatch):
         refused.set()
 
 
+@pytest.mark.parametrize("address", ["{}", "file://{}", "{}/sub/.."])
+def test_a_server_names_no_folder_of_the_user(tmp_path, monkeypatch, address):
+    mine = tmp_path / "mine" / "model" / "precious.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    home = address.format(tmp_path / "mine")
+    run = {"run_id": "a" * 32, "run_uuid": "a" * 32, "experiment_id": "1", "artifact_uri": home}
+    answer = {"experiment": {"experiment_id": "1", "name": "a"}, "runs": []}
+    answer["run"] = {"info": {**run, "status": "RUNNING"}, "data": {}}
+    monkeypatch.setattr("gspo_env.tracking.jsonl.PATIENCE", 1.0)
+    (tmp_path / "run" / "model").mkdir(parents=True)
+
+    def reply(handler):
+        handler.body()
+        handler.answer(answer)
+
+    info = RunInfo(name="run", folder=tmp_path / "run")
+    with (
+        serve(do_GET=reply, do_POST=reply) as uri,
+        start(MLflow(tracking_uri=uri), info) as tracker,
+    ):
+        tracker.artifact(tmp_path / "run" / "model", "model")
+        tracker.text("model/precious.txt", "theirs")
+    assert "expected a folder RUN_ID/artifacts" in "".join(tracker.problems)
+    assert mine.read_text() == "mine"
+
+
+def test_what_a_server_sends_does_not_act_on_the_terminal(tmp_path, monkeypatch, capfd):
+    hostile = {"error_code": "\x1b[31m", "message": "\x1b[2J\u202e"}
+    monkeypatch.setattr("gspo_env.tracking.jsonl.PATIENCE", 1.0)
+    (tmp_path / "run").mkdir()
+    info = RunInfo(name="run", folder=tmp_path / "run")
+    with serve(do_GET=lambda handler: handler.answer(hostile, 400)) as uri:
+        start(MLflow(tracking_uri=uri), info).finish()
+    said = "".join(capfd.readouterr())
+    assert "31m" in said
+    assert not {"\x1b", "\u202e"} & set(said)
+
+
 def test_a_server_that_answers_is_asked_once():
     def refuse(handler):
         paths.append(handler.path)
