@@ -140,11 +140,8 @@ def build(
         read = load_function("gspo_env.recipes.conversations:read_for_building", "recipe")
         words, tokens, episodes = read(config, "+".join(envs))
         tokenizer = build_tokenizer(words, tokens)
-        return (
-            build_model(config, len(tokenizer), tokenizer.eos_token_id, seed),
-            tokenizer,
-            episodes,
-        )
+        model = build_model(config, len(tokenizer), tokenizer.eos_token_id, seed)
+        return model, tokenizer, episodes
     limits = limits or RolloutConfig()
     demonstrations: list[Episode] = []
     texts: set[str] = set()

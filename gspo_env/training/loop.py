@@ -193,7 +193,8 @@ class Loop:
         There is one result for each of the options with which its groups were played.
         """
         by_options: dict[str, list[Group]] = {}
-        for group in [*batch.groups, *batch.unused]:
+        groups_played = [*batch.groups, *batch.unused]
+        for group in groups_played:
             key = json.dumps(group.task.options, sort_keys=True)
             by_options.setdefault(key, []).append(group)
         metrics = {"rollout/episodes_before": self.played}
@@ -206,7 +207,6 @@ class Loop:
                 tasks = record(groups) if record else ()
                 self.results.append(StepResult(options, played.success, played.mean_return, tasks))
                 metrics |= self.results[-1].metrics()
-        groups_played = [*batch.groups, *batch.unused]
         self.played += sum(_share_played(e) for group in groups_played for e in group.episodes)
         return metrics
 
