@@ -208,21 +208,6 @@ def test_a_sampled_control_token_stays_one_and_its_text_does_not_become_one():
     assert set(inside) <= set(controls)
 
 
-def test_a_call_that_comes_back_as_a_field_is_the_sampled_action():
-    chat = forks.make_chat("thinking")
-    transcript = Transcript(chat, Prompt())
-    ask(transcript, user("amber"))
-    text = '<tool_call>{"name": "look", "arguments": {"key": "two"}}</tool_call>'
-    transcript.write(sampled(chat, f"<think>river</think>then {text}"))
-    call = ToolCall(name="look", arguments={"key": "two"})
-    same = assistant("then", tool_calls=(call,))
-    saying = transcript._turns[0].action
-    assert saying.recognize(same) is not None
-    edited = ToolCall(name="look", arguments={"key": "three"})
-    assert saying.recognize(assistant("then", tool_calls=(edited,))) is None
-    assert saying.recognize(assistant("the", tool_calls=(call,))) is None
-
-
 SPELLED = ['{"word": "amber \\u00e9 \\/"}', '{"n": 1e3, "x": 1.50}', '{"word": null}']
 
 

@@ -78,11 +78,6 @@ def test_divided_by_the_mean_outcome_rare_successes_count_more(outcomes, expecte
     check(Outcome(scale="mean").advantages(negative), *([0] for _ in expected))
 
 
-def test_gigpo_compares_returns_to_go_from_the_same_state():
-    rows = GiGPO(scale="none").advantages(group(episode(1, keys=["s"]), episode(0, keys=["s"])))
-    check(rows, [1.0], [-1.0])
-
-
 def test_gigpo_meets_a_state_again_at_other_turns_and_ignores_lonely_ones():
     first = episode(0, 1, keys=["a", "b"])
     second = episode(0, 0, keys=["b", "c"])
