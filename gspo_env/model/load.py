@@ -41,16 +41,17 @@ def make_output(path: str, name: str) -> Path:
     numbered = (Path("runs", f"{name}-{n}") for n in itertools.count(1))
     folder = Path(path) if path else next(each for each in numbered if not each.exists())
     try:
+        str(folder.absolute()).encode()  # for the files that name it
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise OutputError(f"the output folder {str(folder)!r} is not empty; name a new one")
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
+        is_empty = not any(folder.iterdir())
+        tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, ValueError) as error:
         raise OutputError(
-            f"cannot write to the output folder {str(folder)!r}: {error.strerror}; "
-            "name one that can be written with --output"
+            f"cannot write to the output folder {str(folder)!r}: "
+            f"{getattr(error, 'strerror', error)}; name one that can be written with --output"
         ) from error
+    if not is_empty:
+        raise OutputError(f"the output folder {str(folder)!r} is not empty; name a new one")
     return folder
 
 

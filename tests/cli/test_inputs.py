@@ -118,6 +118,17 @@ def test_an_input_that_cannot_be_meant_is_one_sentence_at_once(capsys, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["a\0b", "runs/\udc80"])
+def test_an_output_folder_whose_name_no_file_can_have_is_refused_before_it_is_made(
+    capsys, monkeypatch, tmp_path, name
+):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--recipe.imitation-steps", "1", "--recipe.demonstrations", "16", "--tracker", "none"]
+    words = refused(capsys, "train", *flags, "--output", name)
+    assert "cannot write to the output folder" in words
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("arguments", [["doctor", "--nope"], ["evaluate", "--tasks", "x"]])
 def test_an_option_that_a_command_does_not_take_ends_it_with_code_2(capsys, arguments):
     with pytest.raises(SystemExit, match="2"):
