@@ -217,6 +217,15 @@ def test_an_action_is_parsed_with_the_response_template_of_its_tokenizer():
     assert action_parsed.message.tool_calls == (
         ToolCall(name="look", arguments={"key": "a<|im_end|>"}),
     )
+    question, result = (
+        Message(role="user", content="find it"),
+        Message(role="tool", content="cedar"),
+    )
+    for key, fork in (("a<|im_end|>", None), ("other", "edited")):
+        calls = (ToolCall(name="look", arguments={"key": key}),)
+        returned = dataclasses.replace(action_parsed.message, tool_calls=calls)
+        opening = transcript.read("", "user", StepInfo(messages=(question, returned, result)))
+        assert opening.fork == fork
     transcript.read("", "user", StepInfo(messages=(Message(role="user", content="other"),)))
     assert (
         transcript.write(
