@@ -117,7 +117,8 @@ async def play(
         call: Calls the environment's methods; directly by default.
         redraw: Replaces tasks that are not to be played; by default all are.
     """
-    run, limit, fault = EpisodeRun(env, task, call, redraw), ActiveTimeout(timeout), None
+    run, fault = EpisodeRun(env, task, call, redraw), None
+    limit = ActiveTimeout(timeout, lambda: run.calling)
     try:
         async with limit:
             stop = await run.play(policy, max_turns)
@@ -125,8 +126,8 @@ async def play(
         if not limit.expired():
             raise
         stop = StopReason.TIMEOUT
-        if run.calling:
-            fault = hang(str(run.calling), timeout)
+        if limit.hanging:
+            fault = hang(str(limit.hanging), timeout)
     except EnvironmentFailed as failure:
         fault = failure.fault
     return run.episode(fault.reason if fault else stop, fault)

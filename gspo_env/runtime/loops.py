@@ -16,6 +16,7 @@ import inspect
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -60,9 +61,16 @@ class ActiveTimeout:
 
     Args:
         seconds: The limit; None is no limit, and needs no event loop.
+        call: Returns the call that runs now, if one does. One that has just begun gets two parts:
+            what computes on the loop may keep its result from arriving.
+
+    Attributes:
+        hanging: The call that was running when the time was over.
     """
 
-    def __init__(self, seconds: float | None) -> None:
+    def __init__(self, seconds: float | None, call: Callable[[], object] = str) -> None:
+        self.hanging: object = None
+        self._call, self._calls = call, deque[object](maxlen=3)
         self._remaining = seconds or 0.0
         self._part = self._remaining / _TIMEOUT_PARTS
         self._timeout = None if seconds is None else asyncio.timeout(None)
@@ -90,16 +98,18 @@ class ActiveTimeout:
         return self._timeout is not None and self._timeout.expired()
 
     def _schedule(self, timeout: asyncio.Timeout) -> None:
-        part = min(self._part, self._remaining)
+        part = min(self._part, self._remaining) if self._remaining > 0 else self._part
         due = self._loop.time() + part
         self._timer = self._loop.call_at(due, self._count, part, due, timeout)
 
     def _count(self, part: float, due: float, timeout: asyncio.Timeout) -> None:
         now = self._loop.time()
         self._remaining -= part + min(now - due, self._part)
-        if self._remaining > 0:
+        self._calls.append(call := self._call())
+        if self._remaining > 0 or (call and any(call is not other for other in self._calls)):
             self._schedule(timeout)
         else:
+            self.hanging = call
             timeout.reschedule(now)
 
 

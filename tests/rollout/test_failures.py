@@ -6,6 +6,7 @@ import sqlite3
 import sys
 import textwrap
 import threading
+import time
 from contextlib import nullcontext
 from functools import partial
 
@@ -15,9 +16,12 @@ from jails import run_python
 from rollouts import collector, episodes
 from small_env import Small
 
+from gspo_env.env.base import TextEnv
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
+from gspo_env.rollout.play import play as play_episode
 from gspo_env.rollout.play import play_now
+from gspo_env.runtime.threads import EnvThread
 from gspo_env.types import FAILURES, StopReason, Task
 
 
@@ -311,6 +315,39 @@ def test_a_process_with_a_stuck_environment_ends():
     """
     done = run_python("-c", textwrap.dedent(program), check=True)
     assert done.stdout.strip() == "env_timeout"
+
+
+@pytest.mark.parametrize(("seconds", "stop"), [(0.02, "timeout"), (30.0, "env_timeout")])
+def test_a_call_that_lasts_as_the_time_runs_out_is_a_hang_only_if_it_goes_on(seconds, stop):
+    class Quick(TextEnv):
+        def reset(self, *, seed=None, options=None):
+            return "go", {}
+
+        def step(self, action):
+            done.wait(seconds)
+            return "on", 0.0, False, False, {}
+
+    async def compute():  # as the engine does on the event loop
+        while True:
+            time.sleep(0.06)
+            await asyncio.sleep(0)
+
+    async def act(now):
+        await asyncio.sleep(0)
+        return "yes"
+
+    async def main():
+        engine, task = asyncio.create_task(compute()), Task(env_id="x", seed=0)
+        calls = [EnvThread().call for _ in range(8)]
+        playing = [play_episode(Quick(), task, act, timeout=0.5, call=call) for call in calls]
+        try:
+            return {episode.stop_reason for episode in await asyncio.gather(*playing)}
+        finally:
+            done.set()
+            engine.cancel()
+
+    done = threading.Event()
+    assert asyncio.run(main()) == {stop}
 
 
 @pytest.mark.parametrize(
