@@ -3,11 +3,14 @@
     pip install --no-deps --target DIR "trl==1.16.*" "datasets<5" xxhash multiprocess dill \
         httpx httpcore jinja2
     python benchmarks/time_to_success.py DIR [--seeds 3] [--steps 30] [--goals 0.8 0.9]
+    python benchmarks/time_to_success.py DIR --model smollm2 --seeds 2 --steps 12 --goals 0.8
 
 The task is the look-up environment, the reward the return of an episode (0.2 a hop, 1 for the right
 answer), a step 32 tasks of 8 episodes and 4 minibatches, the loss GSPO's with the same clip range,
-learning rate and gradient norm. TRL plays it by its own environment interface
-(`environment_factory`) with `transformers`, as on any machine without vLLM. Ours runs with credit
+learning rate and gradient norm. With `--model smollm2`, SmolLM2-135M works out stories with a
+calculator, 4 tasks of 8 episodes and 2 minibatches a step; its chat template is that of the tiny
+model, which lists tools. TRL plays by its own environment interface (`environment_factory`) with
+`transformers`, as on any machine without vLLM. Ours runs with credit
 by turn (the default) and with credit by outcome, which is what TRL can express. Each training is a
 process of its own with one thread; arms take turns. A run has reached a goal after the first step
 whose training episodes and those of the two steps before it have that mean success. Its time is the
@@ -24,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +36,49 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import numpy as np
 
-TASKS, GROUP, MINIBATCHES, RATE, CLIP = 32, 8, 4, 1e-3, (0.03, 0.05)
-WARM, NORM = 20, 0.1
+GROUP, CLIP = 8, (0.03, 0.05)
 TURN, CONTEXT = 32, 512
 ARMS = ("ours, turns", "ours, outcome", "TRL")
 
 
-def make_start(folder: Path) -> None:
-    """Saves the model of the default recipe after a short imitation."""
+@dataclass(frozen=True)
+class Training:
+    """What depends on the model."""
+
+    env_id: str
+    tasks: int
+    minibatches: int
+    rate: float
+    warm: int
+    norm: float
+    imitation: dict[str, Any]
+
+
+TRAININGS = {
+    "tiny": Training("gspo/Lookup-v0", 32, 4, 1e-3, 20, 0.1, {"imitation_steps": 110}),
+    "smollm2": Training("gspo/Story-v0", 8, 2, 1e-5, 2, 0.1, {"imitation_steps": 48}),
+}
+
+
+def make_start(name: str, folder: Path) -> None:
+    """Saves the model of a recipe after a short imitation."""
     from gspo_agents.gspo import GSPOAgent
     from gspo_env.config import Config
 
-    agent = GSPOAgent(config=Config.from_recipe(recipe={"imitation_steps": 110}))
+    if name == "tiny":
+        config = Config.from_recipe(recipe=TRAININGS[name].imitation)
+    else:
+        from gspo_env.model.load import load_model
+        from gspo_env.recipes.build import TEMPLATE
+
+        model, tokenizer = load_model(name)
+        tokenizer.chat_template = TEMPLATE
+        plain = folder.with_name("plain")
+        model.save_pretrained(plain)
+        tokenizer.save_pretrained(plain)
+        imitation = TRAININGS[name].imitation
+        config = Config.from_recipe(name, model=str(plain), recipe=imitation)
+    agent = GSPOAgent(env=TRAININGS[name].env_id, config=config)
     agent.warm_up()
     agent.save(folder)
 
@@ -66,7 +101,7 @@ class Clock:
             file.write(json.dumps(line) + "\n")
 
 
-def ours(start: Path, out: Path, advantage: str, seed: int, steps: int) -> None:
+def ours(training: Training, start: Path, out: Path, advantage: str, seed: int, steps: int) -> None:
     """Trains with this package."""
     from gspo_agents.gspo import GSPOAgent
     from gspo_env.config import Config
@@ -78,23 +113,24 @@ def ours(start: Path, out: Path, advantage: str, seed: int, steps: int) -> None:
         advantage=advantage,
         seed=seed,
         steps=steps,
-        tasks_per_step=TASKS,
+        tasks_per_step=training.tasks,
         eval_every=0,
         eval_tasks=1,
         tracker="none",
         rollout={"group_size": GROUP, "max_turn_tokens": TURN, "max_context": CONTEXT},
         loss={"clip_low": CLIP[0], "clip_high": CLIP[1]},
         learner={
-            "learning_rate": RATE,
-            "warmup_steps": WARM,
+            "learning_rate": training.rate,
+            "warmup_steps": training.warm,
+            "minibatches": training.minibatches,
             "schedule": "cosine",
-            "max_grad_norm": NORM,
+            "max_grad_norm": training.norm,
         },
         checkpoints={"keep": 0},
         episodes={"keep_episodes": "none"},
         output=str(out.with_suffix(".run")),
     )
-    agent = GSPOAgent(env="gspo/Lookup-v0", config=config)
+    agent = GSPOAgent(env=training.env_id, config=config)
     train_step, clocks = Loop._train_step, []
 
     async def timed(loop: Loop, *args: Any) -> None:
@@ -108,13 +144,15 @@ def ours(start: Path, out: Path, advantage: str, seed: int, steps: int) -> None:
     agent.train()
 
 
-class Lookup:
-    """The look-up environment as TRL wants it: its methods are the tools."""
+class Played:
+    """An environment as TRL wants it: its public methods are the tools."""
+
+    env_id = ""
 
     def __init__(self) -> None:
         from gspo_env.env.registration import make_env
 
-        self._env = make_env("gspo/Lookup-v0")
+        self._env = make_env(self.env_id)
 
     def reset(self, seed: int = 0, **row: Any) -> str:
         """Begins the episode of a row's seed."""
@@ -122,15 +160,10 @@ class Lookup:
         self._earned, self._done, self._success = 0.0, False, False
         return str(observation)
 
-    def lookup(self, key: str) -> str:
-        """Look up the word that a word links to; unknown key where there is none.
-
-        Args:
-            key: The word to look up.
-        """
+    def _call(self, name: str, **arguments: str) -> str:
         from gspo_env.env.tools import format_tool_call
 
-        return self._act(format_tool_call("lookup", {"key": key}))
+        return self._act(format_tool_call(name, arguments))
 
     def _act(self, action: str) -> str:
         if self._done:
@@ -142,7 +175,35 @@ class Lookup:
         return str(observation)
 
 
-def theirs(start: Path, out: Path, seed: int, steps: int) -> Any:
+class Lookup(Played):
+    """The look-up environment."""
+
+    env_id = "gspo/Lookup-v0"
+
+    def lookup(self, key: str) -> str:
+        """Look up the word that a word links to; unknown key where there is none.
+
+        Args:
+            key: The word to look up.
+        """
+        return self._call("lookup", key=key)
+
+
+class Story(Played):
+    """Stories in words with a calculator."""
+
+    env_id = "gspo/Story-v0"
+
+    def calculate(self, expression: str) -> str:
+        """Add or subtract two numbers.
+
+        Args:
+            expression: Such as 7 + 5.
+        """
+        return self._call("calculate", expression=expression)
+
+
+def theirs(training: Training, start: Path, out: Path, seed: int, steps: int) -> Any:
     """Returns TRL's trainer, which writes the time of each step to a file."""
     import torch
     from datasets import Dataset
@@ -156,10 +217,12 @@ def theirs(start: Path, out: Path, seed: int, steps: int) -> Any:
     model = AutoModelForCausalLM.from_pretrained(start)
     tokenizer = AutoTokenizer.from_pretrained(start)
     tokenizer.response_template = qwen3_template  # the same form of calls as Qwen3's
-    system = make_env("gspo/Lookup-v0").get_wrapper_attr("system_prompt")
+    system = make_env(training.env_id).get_wrapper_attr("system_prompt")
     chat = [{"role": "system", "content": system}, {"role": "user", "content": ""}]
     draw = np.random.default_rng(seed)
-    rows = [{"prompt": chat, "seed": int(draw.integers(10**9))} for _ in range(TASKS * steps)]
+    rows = [
+        {"prompt": chat, "seed": int(draw.integers(10**9))} for _ in range(training.tasks * steps)
+    ]
     successes: list[float] = []
 
     def earned(completions: Any, environments: Any, **kwargs: Any) -> list[float]:
@@ -179,7 +242,7 @@ def theirs(start: Path, out: Path, seed: int, steps: int) -> Any:
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             """Notes the success of a batch of episodes after its last optimiser step."""
-            if args[1].global_step % MINIBATCHES == 0:
+            if args[1].global_step % training.minibatches == 0:
                 self.clock.step(successes[-1])
 
     settings = GRPOConfig(
@@ -187,14 +250,14 @@ def theirs(start: Path, out: Path, seed: int, steps: int) -> Any:
         use_cpu=True,
         bf16=False,
         seed=seed,
-        max_steps=steps * MINIBATCHES,
-        per_device_train_batch_size=TASKS * GROUP // MINIBATCHES,
-        steps_per_generation=MINIBATCHES,
+        max_steps=steps * training.minibatches,
+        per_device_train_batch_size=training.tasks * GROUP // training.minibatches,
+        steps_per_generation=training.minibatches,
         num_generations=GROUP,
-        learning_rate=RATE,
+        learning_rate=training.rate,
         lr_scheduler_type="cosine",
-        warmup_steps=WARM,
-        max_grad_norm=NORM,
+        warmup_steps=training.warm,
+        max_grad_norm=training.norm,
         importance_sampling_level="sequence",
         loss_type="grpo",
         epsilon=CLIP[0],
@@ -217,7 +280,7 @@ def theirs(start: Path, out: Path, seed: int, steps: int) -> Any:
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         reward_funcs=[earned],
-        environment_factory=Lookup,
+        environment_factory=next(c for c in (Lookup, Story) if c.env_id == training.env_id),
         callbacks=[Timer()],
     )
 
@@ -254,7 +317,9 @@ def show(runs_by_arm: dict[str, list[list[Mapping[str, float]]]], goal: float) -
     print("processor seconds a step: " + ", ".join(f"{arm} {s:.2f}" for arm, s in steps.items()))
 
 
-def draw(runs_by_arm: dict[str, list[list[Mapping[str, float]]]], path: str) -> None:
+def draw(
+    runs_by_arm: dict[str, list[list[Mapping[str, float]]]], episodes_per_step: int, path: str
+) -> None:
     """Draws the success of each run over the seconds of the processor and over episodes."""
     import matplotlib
 
@@ -269,7 +334,7 @@ def draw(runs_by_arm: dict[str, list[list[Mapping[str, float]]]], path: str) -> 
             success = np.convolve([x["success"] for x in lines], np.ones(3) / 3, "valid")
             label = arm if seed == 0 else None
             axes[0].plot([x["processor"] for x in lines[2:]], success, colour, label=label)
-            episodes = np.arange(3, len(lines) + 1) * TASKS * GROUP
+            episodes = np.arange(3, len(lines) + 1) * episodes_per_step
             axes[1].plot(episodes, success, colour, label=label)
     axes[0].set(xlabel="seconds of the processor", ylabel="success, mean of 3 steps", xscale="log")
     axes[1].set(xlabel="episodes")
@@ -281,6 +346,7 @@ def main() -> None:
     """Runs the arms in turns."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("packages", help="the folder with TRL")
+    parser.add_argument("--model", choices=sorted(TRAININGS), default="tiny")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--goals", type=float, nargs="+", default=[0.8, 0.9])
@@ -291,24 +357,27 @@ def main() -> None:
     parser.add_argument("--arm", default="", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    training = TRAININGS[arguments.model]
+    start, out = Path(arguments.start), Path(arguments.out)
     if arguments.arm == "TRL":
         sys.path.append(arguments.packages)
-        theirs(Path(arguments.start), Path(arguments.out), arguments.seed, arguments.steps).train()
+        theirs(training, start, out, arguments.seed, arguments.steps).train()
         return
     if arguments.arm:
         kind = "outcome" if "outcome" in arguments.arm else "returns_to_go"
-        ours(Path(arguments.start), Path(arguments.out), kind, arguments.seed, arguments.steps)
+        ours(training, start, out, kind, arguments.seed, arguments.steps)
         return
     folder = Path(arguments.output or tempfile.mkdtemp(prefix="time-to-success-"))
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "start").exists():
-        make_start(folder / "start")
+        make_start(arguments.model, folder / "start")
     runs_by_arm: dict[str, list[list[Mapping[str, float]]]] = {arm: [] for arm in ARMS}
     for seed in range(arguments.seeds):
         for arm in ARMS:
             out = folder / f"{arm.replace(', ', '-')}-{seed}.jsonl"
             flags = [f"--{k}={v}" for k, v in {"arm": arm, "seed": seed, "out": out}.items()]
             flags += [f"--start={folder / 'start'}", f"--steps={arguments.steps}"]
+            flags += [f"--model={arguments.model}"]
             if not out.exists() or len(out.read_text().splitlines()) < arguments.steps:
                 out.unlink(missing_ok=True)
                 subprocess.run([sys.executable, __file__, arguments.packages, *flags], check=True)
@@ -316,7 +385,7 @@ def main() -> None:
     for goal in arguments.goals:
         show(runs_by_arm, goal)
     if arguments.picture:
-        draw(runs_by_arm, arguments.picture)
+        draw(runs_by_arm, training.tasks * GROUP, arguments.picture)
     print(f"every step is in {folder}")
 
 

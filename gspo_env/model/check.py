@@ -33,10 +33,13 @@ from gspo_env.model.scorer import Scorer
 logger = logging.getLogger(__name__)
 
 BOUND = 1e-4
-"""Largest difference of log-probabilities, in nats, that counts as equal in float32."""
+"""Largest difference of log-probabilities, in nats, that counts as equal in float32, unless
+rounding changes more than an eighth of it: a few tokens of some models are that sensitive."""
+_LARGEST_BOUND = 0.01
+"""The same for any model in float32; a wrong mask or position changes more."""
 NOISE = 8
-"""In half precision the bound is this many times the larger of what rounding changes and of what a
-batch of both sequences changes with the model's own attention."""
+"""The bound is this many times what rounding changes; in half precision also, if that is more, what
+a batch of both sequences changes with the model's own attention."""
 _SPREAD = 2
 """Rounding changes log-probabilities by the dtype's epsilon times this many standard deviations of
 the logits, or by one epsilon if that is more."""
@@ -312,13 +315,32 @@ class ModelProbe:
         """Returns the bound; in half precision it follows from both sequences as one batch."""
         precision = torch.finfo(self.model.dtype)
         if precision.bits > 16:
-            return BOUND
+            return min(max(BOUND, NOISE * self._rounding(precision.eps)), _LARGEST_BOUND)
         ids = torch.from_numpy(np.stack([row[:SHORT] for row in self.ids])).to(self.device)
         logits = self.model(input_ids=ids, use_cache=False).logits
         rows = [_logprobs(a[:-1, : self._ids], b[1:]) for a, b in zip(logits, ids, strict=True)]
         alone = torch.split(self._truth, [LONG - 1, SHORT - 1])
         noise = [_distance(a[: len(b)], b) for a, b in zip(alone, rows, strict=True)]
         return NOISE * max(*noise, precision.eps * max(1.0, _SPREAD * spread))
+
+    def _rounding(self, eps: float) -> float:
+        """Returns what another rounding of the embeddings and of each linear layer changes."""
+        generator = torch.Generator().manual_seed(0)
+
+        def disturb(module: Any, inputs: Any, output: Any) -> Any:
+            if not isinstance(output, Tensor):  # of a router
+                return output
+            return output * (1 + eps * torch.randn(output.shape, generator=generator).to(output))
+
+        kinds = (torch.nn.Linear, torch.nn.Embedding)
+        layers = [module for module in self.model.modules() if isinstance(module, kinds)]
+        hooks = [layer.register_forward_hook(disturb) for layer in layers]
+        try:
+            return _distance(self._score_alone()[0], self._truth)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            del self._rows_alone[len(self.ids) :]
 
     def _score(self, share: bool = False, **options: bool) -> float:
         """Scores both sequences in one row, as the learner does."""

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from gspo_env.engines.embedded.direct import DirectForward, start_direct
 from gspo_env.engines.embedded.kv_cache import KVCache
 from gspo_env.model.attention import use_ragged_attention
+from gspo_env.model.check import check_model
 from gspo_env.model.load import add_adapter
 
 SHAPE = {
@@ -122,6 +123,16 @@ def test_the_models_own_pass_runs_while_a_module_has_a_hook(model):
     assert not direct.usable
     hook.remove()
     assert direct.usable
+
+
+def test_a_model_whose_logits_round_by_more_is_still_run_directly():
+    torch.manual_seed(0)
+    model = llama().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    model.lm_head.weight.data.mul_(3000)
+    check_model(model)
+    assert start_direct(model) is not None
 
 
 def test_a_pass_with_other_numbers_is_refused_and_said(model, monkeypatch, caplog):

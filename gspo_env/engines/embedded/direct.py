@@ -26,6 +26,7 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from gspo_env.engines.embedded.kv_cache import KVCache
 from gspo_env.errors import above
 from gspo_env.model.attention import Ragged
+from gspo_env.model.check import noted_check
 from gspo_env.model.head import is_linear
 from gspo_env.model.threads import is_small
 
@@ -299,7 +300,8 @@ def start_direct(model: Any) -> DirectForward | None:
     except (RuntimeError, AttributeError, TypeError) as error:  # another version of a library
         logger.warning("the model runs with its own modules: the direct pass fails with %s", error)
         return None
-    bound = _BOUND[model.dtype]
+    check = noted_check(model)
+    bound = max(_BOUND[model.dtype], check.bound if check else 0.0)
     if not difference <= bound:
         logger.warning(
             "the model runs with its own modules: the direct pass changes log-probabilities by "
