@@ -97,7 +97,7 @@ _LAST_TAG = re.compile(r"</([\w:-]+)>\Z")
 _CLOSING = re.compile(r"(?<=[}\]])(?:\s{0,9}(?:</[\w:-]{1,64}>|<<<\w{1,64}>>>)){1,4}\Z")
 """Closing tags without an opening one behind a call."""
 _BROKEN = re.compile(
-    r'(?:\{\s*"tool_(?:call|use)s"\s*:\s*)?\[?\s*\{\s*(?:"(?:type|id|tool_call_id)"\s*:\s*"\w*"\s*,\s*)?'
+    r'(?:\{\s*"tool_(?:call|use)s"\s*:\s*)?(?:\[\s*|(?<!\s)\s++)?\{\s*(?:"(?:type|id|tool_call_id)"\s*:\s*"\w*"\s*,\s*)?'
     r"""["']?(?:tool_|recipient_)?name["']?\s*:\s*["'](?:functions\.)?([^"']*)["']"""
     r"|\[\s*([\w.-]+)\("
 )
@@ -134,7 +134,8 @@ _TEXT = r""""(?:[^"\\]|\\.?)*(?:"|\Z)|'(?:[^'\\]|\\.?)*(?:'|\Z)"""
 _ESCAPE = re.compile(r"\\(?:[\\'\"abfnrtvxuUN0-7\n]|(.))")
 """A backslash and what it escapes, in a group if that is nothing in Python."""
 _PYTHON_TOKEN = re.compile(
-    rf"{_TEXT}|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])|\b([^\W\d][\w.]*(?:[.-]\w+)+)(?=\s*(=[^=]|\())",
+    rf"{_TEXT}|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])"
+    r"|(?<![\w.-])([^\W\d]\w*+(?:\.*-\w++|\.++\w++)++)(?=\s*(=[^=]|\())",
     re.DOTALL,
 )
 TEXT = re.compile(_TEXT, re.DOTALL)

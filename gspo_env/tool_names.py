@@ -25,7 +25,7 @@ _MOST = 32
 _LANGUAGES = {"", "py", "python", "python3", "xml", "tool_code", "tool_call", "tool_calls"}
 """What the mark of a block may say if the block is a call."""
 _BLOCK = re.compile(r"(?P<agent>\bCode:\s*)?```(?P<language>\w*)[ \t]*\n|(?P<tag><code>)")
-_AFTER_BLOCK = re.compile(r"\s*(?P<agent></?end_code>)?\s*")
+_AFTER_BLOCK = re.compile(r"\s*+(?P<agent></?end_code>)?\s*+")
 _SPACE_NAMES = r"(?:functions\.|default_api\.)?"
 _HTML = frozenset(
     """a address article audio button canvas caption code data details dialog div footer form frame
@@ -163,7 +163,7 @@ def _is_one_call(code: str, start: int) -> bool:
         start: The position behind its first bracket.
     """
     inside = TEXT.sub("''", code[start:])
-    if not re.match(r"\s*(?:\w*\s*(?:[=:]|\Z)|[\"'\[{]|-?\d)", inside):
+    if not re.match(r"\s*+(?:\w*+\s*+(?:[=:]|\Z)|[\"'\[{]|-?\d)", inside):
         return False
     depth = 1
     for bracket in re.finditer(r"[()]", inside):
@@ -222,7 +222,7 @@ def _elements(text: str, schemas: Schemas) -> tuple[Calls, int]:
     opening = re.compile(
         rf"(^[ \t]*(?:<{_WRAPPER}>\s*)?)?<({names})(\s[^<>]*?)?(/?)>", re.MULTILINE
     )
-    text = re.sub(rf"(?:\s*</{_WRAPPER}>)+\Z", "", text)
+    text = re.sub(rf"(?<!\s)(?:\s*+</{_WRAPPER}>)++\Z", "", text)
     calls: Calls = []
     start = end = position = others = 0
     first_close = text.find("</")
@@ -258,7 +258,7 @@ def _element(
     name, close = tag[2], f"</{tag[2]}>"
     keys = properties_of(schemas[name])
     if tag[4] or (tag[3] or "").strip():
-        attributes = re.findall(r"([\w.-]+)\s*=", tag[3] or "")
+        attributes = re.findall(r"(?<![\w.-])([\w.-]++)\s*+=", tag[3] or "")
         is_apart = is_apart and name not in _HTML
         if not is_apart or not (set(attributes) & set(keys) or (tag[4] and not attributes)):
             return None, 0

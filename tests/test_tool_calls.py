@@ -338,6 +338,13 @@ def test_a_megabyte_of_hostile_text_is_read_once(unit):
     assert len(message.content) <= len(text)
 
 
+@pytest.mark.parametrize("start", ["look(", "look(word=", "<look ", "```\n"])
+@pytest.mark.parametrize("unit", [" ", "a-", "a.", "a--", "\t\n"])
+def test_a_call_of_100_000_signs_that_never_ends_is_read_once(start, unit):
+    text = start + unit * (100_000 // len(unit)) + "!"
+    assert not parse_message(text, TOOLS)[0].tool_calls
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
