@@ -195,7 +195,8 @@ class Controller:
         whole_N = self.logprobs(self._member.learner.check_row())
         difference = float((sharded_N - whole_N).abs().max())
         dtype = next(self.policy.parameters()).dtype
-        bound = CHECK_BOUND if dtype.itemsize >= 4 else _HALF_BOUND
+        check = check_model(self.policy)
+        bound = max(CHECK_BOUND, check.bound) if dtype.itemsize >= 4 else _HALF_BOUND
         if not difference <= bound:
             raise ModelError(
                 "the model in shards gives log-probabilities that differ by "
