@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache, partial, reduce
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from gspo_env.given_file import read_given
 from gspo_env.registry import BUILTIN
 
 T = TypeVar("T")
-_MOST_BYTES = 1 << 20
+_MOST_BYTES, _MOST_FAULTS = 1 << 20, 20
 
 Tree = dict[str, Any]
 Place = tuple[str, ...]
@@ -37,7 +38,7 @@ def read_config(file: str, parse: Callable[[Tree], T]) -> T:
     try:
         return parse(deepcopy(tree))
     except ConfigError:
-        faults = list(_find_faults(tree, parse))
+        faults = list(islice(_find_faults(tree, parse), _MOST_FAULTS))
         if not faults:  # such as one of a flag
             raise
     lines = read(Path(file)).decode("utf-8-sig").splitlines()
@@ -45,7 +46,8 @@ def read_config(file: str, parse: Callable[[Tree], T]) -> T:
     if len(places) == 1:
         raise ConfigError(f"{file}, line {places[0][0]}: {places[0][1]}")
     listed = "".join(f"\n  line {line}: {message}" for line, message in places)
-    raise ConfigError(f"{file} has {len(places)} faults:{listed}")
+    least = "at least " * (len(places) == _MOST_FAULTS)
+    raise ConfigError(f"{file} has {least}{len(places)} faults:{listed}")
 
 
 def _find_faults(tree: Tree, parse: Callable[[Tree], object]) -> Iterator[tuple[Place, str]]:

@@ -312,3 +312,9 @@ def test_a_config_comes_from_a_pipe_and_its_faults_have_lines(capsys, tmp_path):
         else:
             assert "pipe, line 2: " in refused(capsys, "train", "--config", str(tmp_path / "pipe"))
         writer.join()
+
+
+def test_a_file_with_many_faults_is_refused_with_the_first_ones():
+    message = refusal("train", "\n".join(f"key_{n} = {n}" for n in range(3000)))
+    assert "has at least 20 faults:" in message
+    assert message.count("unknown field") == 20
