@@ -309,7 +309,7 @@ def _open_run(settings: MLflow, info: RunInfo, *, search: bool) -> _Run:
         if runs:
             run_id = runs[0].info.run_id
             _log_params(client, run_id, info)  # they may be missing
-    if not run_id or not _resume(client, run_id):
+    if not run_id or not _resume(client, run_id, info.key):
         run_id = _create_run(client, experiment_id, settings, info)
         _log_params(client, run_id, info)
     run = client.get_run(run_id)
@@ -340,8 +340,7 @@ def _create_run(client: MlflowClient, experiment_id: str, settings: MLflow, info
             raise TrackingError("the run of the comparison has not begun yet")
     tags = {_key(name): str(value)[:_MAX_TAG_VALUE] for name, value in tags.items()}
     run_id = "" if info.parent else os.environ.get("MLFLOW_RUN_ID", "")
-    if run_id and client.get_run(run_id).data.tags.get(_KEY_TAG, info.key) == info.key:
-        _resume(client, run_id)
+    if run_id and _resume(client, run_id, info.key):
         client.log_batch(run_id, tags=[RunTag(*tag) for tag in tags.items()])
         return run_id
     run = client.create_run(
@@ -362,11 +361,13 @@ def _log_params(client: MlflowClient, run_id: str, info: RunInfo) -> None:
         client.log_batch(run_id, params=params[start : start + _PARAMS_PER_BATCH])
 
 
-def _resume(client: MlflowClient, run_id: str) -> bool:
-    """Sets a run to running again; False if the store does not have it."""
+def _resume(client: MlflowClient, run_id: str, key: str) -> bool:
+    """Sets a run to running again; False if the store lacks it, or it is another training's."""
     from mlflow.exceptions import MlflowException
 
     try:
+        if client.get_run(run_id).data.tags.get(_KEY_TAG, key) != key:
+            return False
         client.update_run(run_id, status="RUNNING")
     except MlflowException as error:
         if error.error_code in GONE:

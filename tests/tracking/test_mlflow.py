@@ -118,6 +118,18 @@ def test_a_run_is_resumed_and_a_run_of_a_comparison_names_its_parent(begin, tmp_
     assert child.info.run_name == "child"
 
 
+def test_a_folder_that_names_the_run_of_another_training_gets_its_own(begin, tmp_path):
+    begin(params={"a": 1}).finish()
+    first, folder = recorded(tmp_path), tmp_path / "other"
+    folder.mkdir()
+    ids = {"mlflow": first.info.run_id}
+    with begin(name="other", key="other", folder=folder, resume=ids, params={"b": 2}) as tracker:
+        tracker.log({"train/loss": 1.0}, 1)
+    assert recorded(folder).info.run_id != first.info.run_id
+    again = MlflowClient().get_run(first.info.run_id)
+    assert again.to_dictionary() == first.to_dictionary()
+
+
 def test_a_metric_that_is_always_zero_is_no_chart_unless_it_is_a_result(begin, tmp_path):
     with begin() as tracker:
         for step, errors in enumerate((0, 0, 2, 0)):
