@@ -3,7 +3,7 @@
     pip install --no-deps --target DIR "trl==1.16.*" "datasets<5" xxhash multiprocess dill \
         httpx httpcore jinja2
     python benchmarks/time_to_success.py DIR [--seeds 3] [--steps 30] [--goals 0.8 0.9]
-    python benchmarks/time_to_success.py DIR --model smollm2 --seeds 2 --steps 12 --goals 0.8
+    python benchmarks/time_to_success.py DIR --model smollm2 --seeds 1 --steps 3
 
 The task is the look-up environment, the reward the return of an episode (0.2 a hop, 1 for the right
 answer), a step 32 tasks of 8 episodes and 4 minibatches, the loss GSPO's with the same clip range,

@@ -45,13 +45,13 @@ def load_gguf(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     # no setting of transformers hides this bar, which would break up our lines
     vars(reader)["tqdm"] = partial(vars(reader)["tqdm"], disable=True)
     path = _packaged_file(name) if name in PACKAGED else Path(name)
+    if not path.is_file():
+        raise ModelError(f"there is no file {name!r}; expected a GGUF file")
     if importlib.util.find_spec("gguf") is None:
         raise MissingExtraError(
             f"the model {name!r} is a GGUF file, and gguf is not installed: "
             "pip install -e '.[gguf]'"
         )
-    if not path.is_file():
-        raise ModelError(f"there is no file {name!r}; expected a GGUF file")
     dtype = "float32" if dtype == "auto" else dtype
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     try:

@@ -196,6 +196,9 @@ def test_a_missing_file_or_package_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[gguf\]' && pip install some"):
         load_model("smollm2")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="there is no file"):
+        load_model(str(tmp_path / "x.gguf"))
+    (tmp_path / "x.gguf").touch()
     with pytest.raises(MissingExtraError, match=r"gguf is not installed: pip install -e '\.\[gguf"):
         load_model(str(tmp_path / "x.gguf"))
 
