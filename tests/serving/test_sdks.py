@@ -167,7 +167,7 @@ def test_an_agent_of_the_agents_sdk_uses_its_tool(opened, api, stream):
     asked = []
 
     @agents.function_tool
-    def look(key):
+    def look(key: str) -> str:  # the SDK reads the types
         """Looks a key up."""
         asked.append(key)
         return "7"
