@@ -189,6 +189,7 @@ def _lines(text: str, schemas: Schemas) -> tuple[Calls, int]:
 def _is_spoiled_call(text: str, schemas: Schemas) -> bool:
     """Returns whether a text is a call with decoration, or begins with a line that is a call."""
     first, _, rest = text.strip().partition("\n")
+    first = first.rstrip()
     line = _DECORATION.sub("", first).rstrip("*` ")
     if (line != first) == bool(rest) or (rest and python_lines(rest)):
         return False

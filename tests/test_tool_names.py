@@ -191,7 +191,11 @@ BESIDE = [
     *("- look(word='a')", "1. look(word='a')", "**look(word='a')**", "**`look(word='a')`**"),
     *("Call: look(word='a')", "Tool call: look(word='a')", ">>> look(word='a')"),
     *("await look(word='a')", "return look(word='a')", "call leave()"),
-    *("look(word='a')\nThis looks it up.", "\n\nlook(word='a')\n\nI wait for the word."),
+    *(
+        "look(word='a')\nThis looks it up.",
+        "look(word='a')  \nThis looks it up.",
+        "\n\nlook(word='a')\n\nI wait for the word.",
+    ),
     '{"name": "look", "arguments": {"word": "a"}}\nThis looks it up.',
     '[{"name": "look", "arguments": {"word": "a"}}]\n\nI wait for the word.',
     '{"name": "leave", "arguments": {}}\n{"name": "look", "arguments": {"word": "a"}}\nI wait.',

@@ -166,7 +166,7 @@ def results(history: History, split: Split, skipped_demonstrations: int) -> list
     if redrawn or skipped_demonstrations:
         lines.append(
             f"Held out for evaluation: {skipped_demonstrations} demonstrations skipped, "
-            f"{redrawn:.0f} training tasks redrawn."
+            f"{redrawn:.0f} training task{'s' * (redrawn != 1)} redrawn."
         )
     return lines
 

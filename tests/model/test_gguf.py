@@ -201,9 +201,3 @@ def test_a_missing_file_or_package_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "x.gguf").touch()
     with pytest.raises(MissingExtraError, match=r"gguf is not installed: pip install -e '\.\[gguf"):
         load_model(str(tmp_path / "x.gguf"))
-
-
-@pytest.mark.real
-def test_a_file_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(ModelError, match="there is no file"):
-        load_model(str(tmp_path / "x.gguf"))
