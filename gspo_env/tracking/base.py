@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from gspo_env.errors import MissingExtraError
+from gspo_env.redaction import visible
 from gspo_env.tracking.traces import Trace
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -45,15 +46,19 @@ class RunInfo:
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Unique key of the run; a resumed run keeps it."""
 
+    def __post_init__(self) -> None:
+        """Shows hidden characters of the name, which trackers print."""
+        object.__setattr__(self, "name", visible(self.name))
+
     @property
     def unique_name(self) -> str:
-        """The name and the first digits of the key."""
-        return f"{self.name}-{self.key[:6]}"
+        """The name and the first digits of the key, as the name of a file."""
+        return f"{self.name}-{self.key[:6]}".replace("/", "_")
 
     @property
     def group(self) -> str | None:
         """Name of the comparison that the run belongs to."""
-        return None if self.parent is None else self.parent.name
+        return None if self.parent is None else visible(self.parent.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

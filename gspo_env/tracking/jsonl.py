@@ -56,8 +56,8 @@ _LONGEST_FILE = 1 << 30
 """Maximum size of a file of JSON lines."""
 
 
-_PLACE = re.compile(r"(?!/|.*\.\.(/|$))[^\0]{0,250}", re.DOTALL)
-"""Where a text or a file is kept in a tracker."""
+_PLACE = re.compile(rb"(?!(?:.*/)?\.{0,2}(?:/|\Z))[^\0]{1,250}|", re.DOTALL)
+"""Where a text or a file is kept in a tracker, in UTF-8."""
 
 
 class JsonlFile(Generic[T]):
@@ -155,22 +155,29 @@ class Call:
     """Size of `metrics.jsonl` at the time of the call, in bytes."""
 
 
+def _encodable(tree: Any) -> Any:
+    """Returns JSON without lone surrogates, which no store takes."""
+    return json.loads(json.dumps(tree, default=str, ensure_ascii=False).encode(errors="replace"))
+
+
 def _point(*, step: int, time: int, metrics: dict[str, float]) -> Point:
     """Returns the point of a line, which a stranger may have written."""
     numbers = [step, time, *dict(metrics).values()]
     numeric = (isinstance(n, float) or (isinstance(n, int) and abs(n) < 2**63) for n in numbers)
     if type(step) is not int or not all(numeric):
         raise TypeError("expected numbers of 64 bits")
-    return Point(step=step, time=time, metrics=metrics)
+    return Point(step=step, time=time, metrics=_encodable(metrics))
 
 
 def _call(*, name: Any, arguments: dict[str, Any], after: int) -> Call:
-    """Returns the call of a line, which a stranger may have written, without lone surrogates."""
+    """Returns the call of a line, which a stranger may have written."""
     if name not in get_args(CallName) or type(after) is not int:
         raise TypeError("expected the name of a call and a number of bytes")
-    arguments = json.loads(json.dumps(arguments, ensure_ascii=False).encode(errors="replace"))
+    arguments = _encodable(arguments)
     place = arguments["name"] or "/" if name == "text" else arguments.get("folder", "")
-    if not _PLACE.fullmatch(place) or arguments.get("status", "FAILED") not in get_args(Status):
+    if not _PLACE.fullmatch(place.encode()) or arguments.get("status", "FAILED") not in get_args(
+        Status
+    ):
         raise ValueError("expected a place in the run, and how it ended")
     if name == "trace":
         read_trace(**arguments)
@@ -307,11 +314,12 @@ class RunFiles:
     def _describe(self, run: RunInfo) -> RunInfo:
         """Writes the description of a new run, or reads that of a resumed one."""
         try:
-            tree = json.loads(read_file(self.folder, DESCRIPTION, _MOST_BYTES))
+            tree = _encodable(json.loads(read_file(self.folder, DESCRIPTION, _MOST_BYTES)))
             return replace(run, **{n: kind(tree[n]) for n, kind in _DESCRIBED.items() if n in tree})
         except FileNotFoundError:
-            _write_json(self.folder, DESCRIPTION, {n: getattr(run, n) for n in _DESCRIBED})
-            return run
+            tree = _encodable({n: getattr(run, n) for n in _DESCRIBED})
+            _write_json(self.folder, DESCRIPTION, tree)
+            return replace(run, **tree)
         except (OSError, ValueError, TypeError, RecursionError, OverflowError) as error:
             path = self.folder / DESCRIPTION
             raise OutputError(f"{str(path)!r} is damaged ({error}); remove it") from error

@@ -50,7 +50,7 @@ _METRICS_PER_BATCH = 1000
 _MAX_INPUT_NAME = 500
 _MAX_INPUT_SOURCE = 65_535
 _RUN_FOLDER = re.compile(r"[/\\][0-9a-f]{32}[/\\]artifacts[/\\]?\Z")
-_KEY_REFUSED = re.compile(r"[^\w\-. /]")
+_KEY_REFUSED = re.compile(r"[^\w\-. /]|^/|/(?=/|\Z)|(?<![^/])\.{1,2}(?=/|\Z)|\A\Z")
 
 _KEY_TAG = "gspo_env.key"
 _KIND = {"mlflow.experimentKind": "custom_model_development"}
@@ -256,7 +256,8 @@ class MLflowTracker:
                 self._run = None  # the store was replaced; `open` searches it for the run
             return error.error_code not in _REFUSALS
         status = getattr(getattr(error, "response", None), "status_code", 500)
-        final = (FileNotFoundError, NotImplementedError, OutputError, TypeError, UnicodeError)
+        files = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
+        final = (*files, NotImplementedError, OutputError, TypeError, UnicodeError)
         return not isinstance(error, final) and (status >= 500 or status in (401, 403, 408, 429))
 
     @property
@@ -422,7 +423,7 @@ def _cut(text: str) -> str:
 
 def _key(name: str) -> str:
     """Turns a name into a key that MLflow accepts."""
-    return _KEY_REFUSED.sub("_", name)[:_MAX_KEY]
+    return _KEY_REFUSED.sub("_", name[:_MAX_KEY])
 
 
 def _address_problem(uri: str) -> str:

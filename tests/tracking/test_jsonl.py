@@ -8,7 +8,7 @@ import signal
 import threading
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -217,6 +217,11 @@ def test_a_number_that_no_store_takes_is_skipped_at_once(tmp_path, caplog, line)
         ("text", {"name": "a" * 5000, "text": "a"}),
         ("text", {"name": 5, "text": "a"}),
         ("text", {"name": "", "text": "a"}),
+        ("text", {"name": ".", "text": "a"}),
+        ("text", {"name": "a/.", "text": "a"}),
+        ("text", {"name": "a//b", "text": "a"}),
+        ("text", {"name": "a/", "text": "a"}),
+        ("text", {"name": "é" * 200, "text": "a"}),
         ("text", {"text": "a"}),
         ("artifact", {"path": "metrics.jsonl", "folder": "../.."}),
         ("artifact", {"path": "metrics.jsonl", "folder": "/tmp"}),
@@ -246,6 +251,26 @@ def test_a_lone_surrogate_in_the_error_of_a_run_reaches_no_store(tmp_path):
     tracker = tracked(tmp_path, store)
     tracker.finish("FAILED", "no \ud800 name")
     assert store.ends == [("FAILED", "no ? name")]
+
+
+def test_a_hostile_name_of_a_run_or_metric_reaches_no_store_as_it_is(tmp_path):
+    class Choice(Store):
+        def start(self, run):
+            infos.append(run)
+            return self
+
+    infos, store = [], Choice()
+    name, params = "../../\x1b[31m\ud800", {"kwargs": {"\ud800": "\udfff"}}
+    for resume in ({}, {"store": ""}):
+        info = RunInfo(name=name, folder=tmp_path, params=params, tags={"\ud800": "a"})
+        with MultiTracker({"store": store}, replace(info, resume=resume)) as tracker:
+            tracker.log({"a\ud800": 1.0}, len(resume))
+        assert tracker.problems == []
+    assert {point[:2] for point in store.points} == {("a?", 0), ("a?", 1)}
+    for run in infos:
+        assert run.name == "../../\\x1b[31m\\ud800"
+        assert "/" not in run.unique_name
+        assert (run.params, run.tags) == ({"kwargs.?": "?"}, {"?": "a"})
 
 
 def test_a_new_run_does_not_write_into_the_metrics_of_another(tmp_path):

@@ -130,6 +130,43 @@ def test_a_folder_that_names_the_run_of_another_training_gets_its_own(begin, tmp
     assert again.to_dictionary() == first.to_dictionary()
 
 
+NAMES = (
+    "",
+    ".",
+    "..",
+    "/abs",
+    "../../up",
+    "a//b",
+    "a/./b",
+    "a/../b",
+    "a/",
+    "é" * 300,
+    "=cmd|'$a$'",
+    "\0",
+)
+
+
+def test_a_name_that_is_no_plain_path_costs_no_other_metric(begin, tmp_path):
+    names = dict.fromkeys(NAMES, 1.0)
+    params = {"kwargs": dict.fromkeys(NAMES, 1)}
+    with begin(params=params, tags=dict.fromkeys(NAMES, "1")) as tracker:
+        tracker.log({"fine": 1.0, "a/.b/c..": 1.0, **names}, 1)
+    assert tracker.problems == []
+    metrics = recorded(tmp_path).data.metrics
+    assert {"fine", "a/.b/c..", "_", "_/_/up", "_abs", "a_/b"} < metrics.keys()
+    assert len(metrics) >= 10
+
+
+def test_a_text_in_the_place_of_a_folder_holds_nothing_back(begin, tmp_path):
+    with begin() as tracker:
+        tracker.text("a/b", "folder")
+        tracker.text("a", "file")
+        tracker.text("a/b/c", "below")
+        tracker.text("d", "fine")
+    assert "2 calls failed" in tracker.problems[0]
+    assert read_artifact(tmp_path, "d") == "fine"
+
+
 def test_a_metric_that_is_always_zero_is_no_chart_unless_it_is_a_result(begin, tmp_path):
     with begin() as tracker:
         for step, errors in enumerate((0, 0, 2, 0)):
