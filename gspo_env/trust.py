@@ -425,7 +425,8 @@ def _file_digests(settings: Any) -> dict[str, str]:
         with contextlib.suppress(OSError, ValueError):  # it can be no file's name
             path = Path(os.path.expanduser(name))
             if path.is_file():
-                digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+                with path.open("rb") as file:
+                    digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return digests
 
 

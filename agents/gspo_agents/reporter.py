@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from gspo_env.env.base import attribute
 from gspo_env.episodes.schema import PAGE, Phase
 from gspo_env.episodes.writer import EpisodeLog
 from gspo_env.errors import OutputError
+from gspo_env.files import read_file
 from gspo_env.health.collapse import EvalSnapshot, find_collapse
 from gspo_env.health.findings import Finding
 from gspo_env.health.record import RunRecord
@@ -52,8 +53,10 @@ class Reporter:
         self._checkpoints = checkpoints
         attempt = checkpoints.attempt
         self.episodes = EpisodeLog(checkpoints.run, config.episodes, tokenizer, attempt)
-        path = checkpoints.run / "warnings.txt"  # of a resumed run
-        self._warnings = path.read_text().splitlines() if path.is_file() else []
+        self._warnings: list[str] = []
+        with suppress(OSError):  # there is none, or a stranger's is too large
+            warnings = read_file(checkpoints.run, "warnings.txt", 1 << 20)
+            self._warnings = warnings.decode(errors="replace").splitlines()
         self._evaluations: list[EvalSnapshot] = []
         self._system = SystemMetrics()
         self._num_tasks: dict[str, int | None] = {}

@@ -249,8 +249,6 @@ class Episodes(Sequence[EpisodeRecord]):
 _AT_ONCE = 256
 _MAX_UNPACKED = 1 << 31
 """Bytes of a file of episodes, packed and unpacked."""
-_MAX_VALUES = 1 << 29
-"""Values of a file of episodes: those of each row and column, and of each token."""
 _MAX_TOKENS = 1 << 26
 """Bytes of the file with the texts of tokens."""
 
@@ -313,7 +311,7 @@ def read_table(path: Path) -> pa.Table | None:
     import pyarrow as pa
 
     try:
-        return _read_bounded(path).select(schema().names).cast(schema())
+        return read_bounded(path, _MAX_UNPACKED).select(schema().names).cast(schema())
     except FileNotFoundError:
         return None
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
@@ -321,8 +319,8 @@ def read_table(path: Path) -> pa.Table | None:
         return None
 
 
-def _read_bounded(path: Path) -> pa.Table:
-    """Reads a Parquet file that may be a stranger's, without unpacking more than the bounds.
+def read_bounded(path: Path, max_bytes: int) -> pa.Table:
+    """Reads a Parquet file that may be a stranger's, without unpacking more than `max_bytes`.
 
     Raises:
         ValueError: It would unpack to more. Its own metadata may lie, so what is unpacked counts,
@@ -336,15 +334,15 @@ def _read_bounded(path: Path) -> pa.Table:
         chunks = [group.column(n) for group in groups for n in range(group.num_columns)]
         values = sum(chunk.num_values for chunk in chunks)
         largest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
-        if values > _MAX_VALUES or largest > _MAX_UNPACKED:
+        if values > max_bytes // 4 or largest > max_bytes:
             raise ValueError(f"it has {values:,} values, of up to {largest:,} bytes together")
         # a dictionary may hold one long text that every row repeats
-        rows = max(1, min(1 << 16, _MAX_UNPACKED // max(1, largest)))
+        rows = max(1, min(1 << 16, max_bytes // max(1, largest)))
         batches, size = [], 0
         for batch in file.iter_batches(batch_size=rows):
             size += batch.nbytes
-            if size > _MAX_UNPACKED:
-                raise ValueError(f"it unpacks to more than {_MAX_UNPACKED:,} bytes")
+            if size > max_bytes:
+                raise ValueError(f"it unpacks to more than {max_bytes:,} bytes")
             batches.append(batch)
         return pa.Table.from_batches(batches, file.schema_arrow)
 

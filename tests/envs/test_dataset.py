@@ -488,6 +488,25 @@ def test_a_file_that_is_no_dataset_is_one_sentence(tmp_path, name, content, word
         make_env("gspo/Dataset-v0", data=str(tmp_path / name), rewards=exact_match)
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv"])
+def test_a_huge_text_file_is_refused_before_it_is_read(tmp_path, name):
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(3 << 30)
+    with pytest.raises(ConfigError, match="3,221,225,472 bytes; expected at most"):
+        TaskRows(str(tmp_path / name))
+
+
+def test_a_parquet_file_that_unpacks_to_more_than_the_bounds_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("gspo_envs.data.rows._MAX_UNPACKED", 1 << 26)
+    indices = pyarrow.array([0] * 20_000, pyarrow.int32())
+    column = pyarrow.DictionaryArray.from_arrays(indices, ["x" * 50_000])  # a gigabyte
+    path = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), path, store_schema=False)
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(ConfigError, match="unpacks to more than 67,108,864 bytes"):
+        TaskRows(str(path))
+
+
 PRICE = """
 def price(item: str) -> float:
     \"\"\"Look up a price.

@@ -159,11 +159,12 @@ def test_a_task_file_of_tau2_is_scored_by_database_and_communicated_texts(tmp_pa
         ({"train": []}, "expected a task file of tau2-bench"),
         ([{"id": "0"}], "KeyError: 'evaluation_criteria'"),
         ([], "none can be scored"),
+        ("/dev/zero", "has more than"),
         ([tau2_task(actions=[{"name": "burn", "arguments": {}}])], "a task calls 'burn'"),
     ],
 )
 def test_a_wrong_task_file_is_refused(value, sentence, tmp_path):
-    tasks = write(tmp_path / "tasks.json", value)
+    tasks = value if isinstance(value, str) else write(tmp_path / "tasks.json", value)
     with pytest.raises(ConfigError, match=sentence):
         make_env("gspo/Dialogue-v0", domain=f"{__name__}:Shelf", tasks=tasks).reset(seed=0)
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from gspo_env.env.base import ResetResult, clean
+from gspo_env.episodes.schema import read_bounded
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.seeding import HELD_OUT, fingerprint
 
@@ -27,6 +28,10 @@ _JSON_CHAT = re.compile(r'\s*\[\s*\{\s*"(?:role|content|from|value)"\s*:')
 """The start of a chat in JSON."""
 _ROUNDING = 1e-9
 """Added before a product is rounded down."""
+
+_MAX_TEXT, _MAX_UNPACKED = 1 << 30, 1 << 33
+"""Bytes of a text file, whose rows take many times as much memory, and of an unpacked Parquet
+file; others may have written both."""
 
 Message = dict[str, str]
 Rows = Sequence[Mapping[str, Any]]
@@ -181,6 +186,11 @@ def _open_path(source: str, split: str, subset: str | None, stamp: int) -> Rows:
     if path.suffix in (*_READERS, ".parquet") and not path.is_file():
         raise ConfigError(f"data: the file {source} does not exist.")
     if read := _READERS.get(path.suffix):
+        if (size := path.stat().st_size) > _MAX_TEXT:
+            raise ConfigError(
+                f"data: {path} has {size:,} bytes; expected at most {_MAX_TEXT:,}, or a Parquet "
+                "file, which takes less memory."
+            )
         try:
             return read(path)
         except ConfigError:
@@ -259,11 +269,11 @@ class _Parquet(Sequence[Mapping[str, Any]]):
     """The rows of a Parquet file; only requested ones are converted to Python values."""
 
     def __init__(self, path: Path) -> None:
-        import pyarrow.parquet
+        import pyarrow
 
         try:
-            self._table = pyarrow.parquet.read_table(path)
-        except (pyarrow.ArrowException, OSError) as error:
+            self._table = read_bounded(path, _MAX_UNPACKED)
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise ConfigError(f"data: {path} cannot be read: {error}.") from error
 
     def __len__(self) -> int:

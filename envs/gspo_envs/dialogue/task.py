@@ -15,8 +15,12 @@ import numpy as np
 
 from gspo_env.env.tools import Tool, ToolCall, tool_methods
 from gspo_env.errors import ConfigError
+from gspo_env.given_file import read_given
 
 logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 1 << 28
+"""Maximum size of a task file."""
 
 PERSONAS = {
     "terse": "You answer one question at a time, in few words.",
@@ -149,9 +153,9 @@ def read_tau2(path: str, script: str) -> list[DialogueTask]:
         ConfigError: The file cannot be read or has no task that can be scored.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = json.loads(read_given(Path(path), _MOST_BYTES))
         tasks = [_read_task(value, script) for value in values]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"tasks is {path!r}; expected a task file of tau2-bench: {type(error).__name__}: "
             f"{error}"
