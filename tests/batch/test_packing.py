@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.batch.packing import microbatches, pack
+from gspo_env.batch.packing import pack
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.errors import BatchError
 from gspo_env.model.attention import PackedAttention, sdpa
@@ -39,15 +39,6 @@ def test_a_worked_example():
 
 
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=20)
-
-
-@given(lengths, st.integers(1, 100))
-def test_every_sample_lands_in_one_row_and_rows_keep_their_limit(sizes, limit):
-    samples = [sample_of([-1] + [0] * (n - 1), 1000 * i) for i, n in enumerate(sizes)]
-    rows = microbatches(samples, limit)
-    starts = sorted(int(s.token_ids[0]) for row in rows for s in row)
-    assert starts == [1000 * i for i in range(len(sizes))]
-    assert all(len(row) == 1 or sum(len(s.token_ids) for s in row) <= limit for row in rows)
 
 
 @given(lengths, st.sampled_from([None, 3]))

@@ -194,12 +194,9 @@ def adds(name, value):
         (Unspeakable, "cannot be tokenised"),
         (Unending, "observation is .* characters"),
         (adds("episodic_reward", float("nan")), r"episodic_reward'\] is nan"),
-        (adds("success", "yes"), r"success'\] is 'yes'"),
-        (adds("token_advantages", [0.5]), r"token_advantages'\] is .*one per sampled token"),
         (adds("task_key", "a"), r"'task_key' of info belongs to reset\(\)"),
         (MisplacedInReset, r"'success' of info belongs to step\(\)"),
         (ForgetsItsInstructions, "seed 0 played again: turn 0 was"),
-        (adds("observation_role", "system"), r"observation_role'\] is 'system'"),
     ],
 )
 def test_a_fault_is_named(broken, message):

@@ -1,4 +1,4 @@
-"""`gspo-env serve` and `train --conversations` with real parts."""
+"""`gspo-env serve` with real parts."""
 
 import contextlib
 import json
@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx2 as httpx
 import pytest
@@ -19,10 +18,7 @@ from talks import TALK, TOOL, write
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.serve import KEY, Serve, settings
-from gspo_env.config import Config, override
 from gspo_env.errors import ConfigError
-from gspo_env.model.load import save_model
-from gspo_env.types import Task
 
 
 def imitated(path, **shape):
@@ -129,32 +125,3 @@ def test_a_folder_is_data_and_its_environment_is_not_needed(folder, tmp_path):
     with pytest.raises(ConfigError, match="--engine"):
         settings(Serve(model=str(tmp_path)))
     assert settings(Serve(model=str(tmp_path), engine="transformers")).engine is not None
-
-
-def test_a_given_model_imitates_conversations_and_its_run_begins_with_them(
-    folder, tmp_path, model, tokenizer
-):
-    save_model(model, tokenizer, tmp_path / "model")
-    lines = Path(folder).parent / "talks.jsonl"
-    config = override(
-        Config(model=str(tmp_path / "model"), steps=1, tasks_per_step=1, eval_tasks=2),
-        {
-            "recipe": {
-                **{"name": "imitate", "conversations": str(lines), "imitation_steps": 30},
-                "imitation_learning_rate": 3e-3,
-            },
-            "rollout": {"group_size": 2, "max_turn_tokens": 8, "max_context": 512},
-            "tracker": "none",
-            "output": str(tmp_path / "run"),
-            "checkpoints": {"keep": 1, "save_every": 1},
-        },
-    )
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    agent = GSPOAgent(config=config)
-    agent.train()
-    changed = [n for n, v in agent.model.state_dict().items() if not v.equal(before[n])]
-    assert changed
-    assert (agent.folder / "start").is_dir() or any(agent.folder.rglob("*.safetensors"))
-    resumed = GSPOAgent.resume(agent.folder)
-    assert resumed.finished
-    assert agent.evaluate([Task(env_id=agent.env_id, seed=1)])

@@ -577,19 +577,11 @@ def test_an_interval_is_wilsons_for_one_sample_a_task_and_for_the_same_rate_ever
     assert stats.success_interval([[1, 0, 0, 0]]) == pytest.approx(wilson(1, 4))
 
 
-def test_bootstrap_draws_tasks_not_samples():
-    clustered = [[1] * 8] * 10 + [[0] * 8] * 10
-    low, high = stats.success_interval(clustered)
-    assert low < 0.5 < high
-    # 20 tasks decide the width, not 160 samples
-    assert high - low > 2 * (wilson(80, 160)[1] - wilson(80, 160)[0])
-    assert (low, high) == stats.success_interval(clustered)
-
-
 def test_more_episodes_of_the_same_tasks_do_not_narrow_an_interval():
     few = [[1] * 16] * 3 + [[0] * 16] * 4  # 7 tasks in 112 episodes
     low, high = stats.success_interval(few)
     assert high - low > 2 * (wilson(48, 112)[1] - wilson(48, 112)[0])
+    assert (low, high) == stats.success_interval(few)
     # tasks are known to be fewer than the rows, but not which rows are of one task
     unknown = stats.success_interval([[1]] * 48 + [[0]] * 64, tasks=7)
     assert unknown == pytest.approx(wilson(3, 7))

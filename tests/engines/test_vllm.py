@@ -8,7 +8,6 @@ import copy
 import os
 import signal
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -74,22 +73,6 @@ def servers(request, parts):
 
 
 over = partial(pytest.mark.parametrize, "servers", indirect=True)
-
-
-class Recording:
-    """An engine that records its requests and completions."""
-
-    def __init__(self, engine):
-        self.engine, self.log = engine, {}
-
-    async def generate(self, prompt_ids, sampling, session=None):
-        prompt = tuple(prompt_ids)
-        done = await self.engine.generate(prompt, sampling, session)
-        self.log.setdefault(session, []).append((prompt, done.token_ids))
-        return done
-
-    def release(self, session):
-        self.engine.release(session)
 
 
 def collect(engine, chat, tasks=16, seed=0, size=4):
@@ -190,17 +173,6 @@ def test_two_servers_take_weights_in_flight(parts, servers):
     assert servers.servers_lost == before
     assert sum(bool(done.weights_versions) for _, done in log) >= 4
     assert max(difference_by_version(models, *each) for each in log) < 1e-4
-
-
-def test_episodes_extend_their_prompts_by_exactly_the_sampled_ids(parts, engine):
-    recording = Recording(engine)
-    groups = collect(recording, parts[1], tasks=40, size=4, seed=5)
-    trained = {e.sequences[0].token_ids.tobytes() for g in groups for e in g.episodes}
-    assert len(recording.log) == 160
-    for log in recording.log.values():
-        for (before, sampled), (after, _) in pairwise(log):
-            assert after[: len(before) + len(sampled)] == before + sampled
-        assert np.array(sum(log[-1], ()), dtype=np.int64).tobytes() in trained
 
 
 def test_the_same_seed_gives_the_same_action_whatever_else_runs(parts, engine):

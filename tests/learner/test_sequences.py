@@ -11,7 +11,6 @@ import torch
 from objective_reference import policy_loss as reference_loss
 from turns import episode, turn
 
-from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.sample import to_samples
 from gspo_env.errors import BatchError
 from gspo_env.learner import GRPO, GSPO, ClippedLoss, DrGRPO, Loss, policy_loss
@@ -184,20 +183,6 @@ def test_a_loss_of_ones_own_gets_the_log_probabilities_of_an_episodes_other_rows
     found, _ = gradients(learner_of(model, _weighted(base), microbatch_tokens=1), samples)
     whole, _ = gradients(learner_of(model, _weighted(base)), samples)
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-8)
-
-
-def test_sampled_tokens_are_trained_once_and_forks_compute_their_context_once():
-    rng = np.random.default_rng(3)
-    played = episode_of(rng, [None, *range(19), 9, *range(20, 29)], most=40)
-    samples = to_samples([played], [np.zeros(len(played.turns))])
-    turn_ids = np.concatenate([s.turn_ids for s in samples])
-    counts = np.bincount(turn_ids[turn_ids >= 0], minlength=len(played.turns))
-    assert counts.tolist() == [len(t.action_ids) for t in played.turns]
-    (row,) = microbatches(samples, 100_000)
-    batch = pack(row)
-    tokens = sum(len(t.prompt_ids) + len(t.action_ids) for t in played.turns)
-    assert len(batch.input_ids_T) <= tokens + 16
-    assert batch.episodes == (0,)
 
 
 def test_policy_loss_takes_rows_of_one_episode():

@@ -60,38 +60,6 @@ def sparse():
     return sparse
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-@pytest.mark.parametrize("engine", [TransformersEngine, UnbatchedEngine])
-def test_ids_that_the_tokenizer_lacks_between_others_have_no_probability(
-    sparse, caplog, engine, adapter
-):
-    first, size = len(sparse) - 20, len(sparse) + PADDING
-    model = model_for(sparse)
-    lacking = range(first, first + PADDING)
-    with torch.no_grad():
-        model.get_output_embeddings().weight[first : first + PADDING] += 1
-    if adapter:
-        config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-        model = get_peft_model(model, config)
-    plain = copy.deepcopy(model)
-    with caplog.at_level(logging.INFO, "gspo_env"):
-        match_tokenizer(model, sparse)
-    assert f"{size} ids and its tokenizer {len(sparse)}: the others are never" in caplog.text
-    for temperature in (1.0, 0.7):
-        model.set_attn_implementation("sdpa")
-        done = generate(engine, model, [1, 2, 3], temperature)
-        assert not set(done.token_ids) & set(lacking)
-        trained = scores(model, done, temperature)
-        np.testing.assert_allclose(trained, done.logprobs, atol=2e-5)
-        plain.set_attn_implementation("sdpa")
-        ids = torch.tensor([[1, 2, 3, *done.token_ids]])
-        logits = plain(ids).logits[0, 2:-1] / temperature
-        logits[:, first : first + PADDING] = -torch.inf
-        expected = logits.log_softmax(-1).gather(-1, ids[0, 3:, None])[:, 0]
-        np.testing.assert_allclose(trained, expected.detach().numpy(), atol=2e-5)
-    assert Exporter(model, untie=True).is_padded
-
-
 def scores(model, done, temperature):
     ids = np.array([1, 2, 3, *done.token_ids])
     turns = np.r_[-np.ones(3, dtype=np.int64), np.zeros(len(ids) - 3, dtype=np.int64)]
@@ -114,12 +82,11 @@ def test_a_model_whose_tokenizer_lacks_ids_is_trained_saved_and_has_finite_entro
     assert np.isfinite(entropies).all()
 
 
-@pytest.fixture
-def padded(tokenizer):
-    """A tiny model that prefers the ids that its tokenizer does not have."""
+def preferring(tokenizer, first):
+    """A tiny model that prefers 40 ids that its tokenizer does not have."""
     model = model_for(tokenizer)
     with torch.no_grad():
-        model.get_output_embeddings().weight[len(tokenizer) :] += 1
+        model.get_output_embeddings().weight[first : first + PADDING] += 1
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4)
@@ -136,40 +103,50 @@ def generate(kind, model, prompt, temperature=1.0):
 
 
 @pytest.mark.parametrize("engine", [TransformersEngine, UnbatchedEngine])
-@pytest.mark.parametrize("linear", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("head", ["linear", "other", "adapter"])
+@pytest.mark.parametrize("between", [False, True])
 def test_ids_that_the_tokenizer_lacks_have_no_probability_in_engine_and_trainer(
-    padded, tokenizer, caplog, monkeypatch, engine, linear, temperature
+    tokenizer, sparse, caplog, monkeypatch, engine, head, between
 ):
-    prompt = [1, 2, 3]
-    assert max(generate(engine, padded, prompt).token_ids) >= len(tokenizer)
-    if not linear:
+    tokenizer, prompt = sparse if between else tokenizer, [1, 2, 3]
+    first, size = len(tokenizer) - 20 * between, len(tokenizer) + PADDING
+    lacking = range(first, first + PADDING)
+    model = preferring(tokenizer, first)
+    if head == "adapter":
+        config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        model = get_peft_model(model, config)
+    if head == "other":
         monkeypatch.setattr("gspo_env.model.head.linear_head", lambda *_: None)
+    assert {*generate(engine, model, prompt).token_ids} & {*lacking}
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("sdpa")
     with caplog.at_level(logging.INFO, "gspo_env"):
-        match_tokenizer(padded, tokenizer)
-    assert caplog.text.count("never sampled") == 1
-    done = generate(engine, padded, prompt, temperature)
-    assert max(done.token_ids) < len(tokenizer)
-    trained = scores(padded, done, temperature)
-    np.testing.assert_allclose(trained, done.logprobs, atol=2e-5)
-    padded.set_attn_implementation("sdpa")
-    ids = torch.tensor([[*prompt, *done.token_ids]])
-    logits = padded(ids).logits[0, 2:-1, : len(tokenizer)] / temperature
-    expected = logits.log_softmax(-1).gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
-    np.testing.assert_allclose(trained, expected.detach().numpy(), atol=2e-5)
+        match_tokenizer(model, tokenizer)
+    said = f"{size} ids and its tokenizer {len(tokenizer)}: the others are never"
+    assert caplog.text.count(said) == 1
+    for temperature in (1.0, 0.7):
+        model.set_attn_implementation("sdpa")
+        done = generate(engine, model, prompt, temperature)
+        assert not {*done.token_ids} & {*lacking}
+        trained = scores(model, done, temperature)
+        np.testing.assert_allclose(trained, done.logprobs, atol=2e-5)
+        logits = plain(torch.tensor([[*prompt, *done.token_ids]])).logits[0, 2:-1] / temperature
+        logits[:, first : first + PADDING] = -torch.inf
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        np.testing.assert_allclose(trained, expected.detach().numpy(), atol=2e-5)
+    assert Exporter(model, untie=True).is_padded
 
 
-def test_an_engine_with_a_copy_gets_a_model_without_the_ids_that_the_tokenizer_lacks(
-    padded, tokenizer
-):
-    match_tokenizer(padded, tokenizer)
-    exporter = Exporter(padded, untie=True)
-    weights = dict(exporter.weights(named_weights(padded)))
-    copy = type(padded)(exporter.config)
+def test_an_engine_with_a_copy_gets_a_model_without_the_ids_that_the_tokenizer_lacks(tokenizer):
+    model = preferring(tokenizer, len(tokenizer))
+    match_tokenizer(model, tokenizer)
+    exporter = Exporter(model, untie=True)
+    weights = dict(exporter.weights(named_weights(model)))
+    copy = type(model)(exporter.config)
     copy.load_state_dict(weights, strict=True)
     ids = torch.tensor([[1, 2, 3]])
     assert copy(ids).logits.shape[-1] == len(tokenizer)
-    torch.testing.assert_close(copy(ids).logits, padded(ids).logits[..., : len(tokenizer)])
+    torch.testing.assert_close(copy(ids).logits, model(ids).logits[..., : len(tokenizer)])
 
 
 def test_a_model_with_the_ids_of_its_tokenizer_is_left_as_it_is(tokenizer, caplog):

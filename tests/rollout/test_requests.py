@@ -73,14 +73,6 @@ def test_an_environment_that_takes_cut_actions_hears_why_and_goes_on():
     assert len(episode.turns) == 3, "a prompt that did not fit is no turn"
 
 
-@pytest.mark.parametrize("stop", [StopReason.MAX_TURN_TOKENS, StopReason.MAX_CONTEXT])
-def test_any_other_environment_never_sees_a_cut_action(stop):
-    env = Asking([{}])
-    episode = asyncio.run(play(env, TASK, moves(None, stop)))
-    assert len(env.actions) == 1
-    assert episode.stop_reason is stop
-
-
 def test_an_environment_whose_prompts_never_fit_does_not_play_for_ever():
     env = Asking([{}] * 50, cuts=True)
     episode = asyncio.run(play(env, TASK, moves(None, *[StopReason.MAX_CONTEXT] * 50)))
