@@ -223,7 +223,8 @@ def _elements(text: str, schemas: Schemas) -> tuple[Calls, int]:
     opening = re.compile(
         rf"(^[ \t]*(?:<{_WRAPPER}>\s*)?)?<({names})(\s[^<>]*?)?(/?)>", re.MULTILINE
     )
-    text = re.sub(rf"(?<!\s)(?:\s*+</{_WRAPPER}>)++\Z", "", text)
+    closing = rf"(?<!\s)(?:\s*+</{_WRAPPER}>)++"  # read once, wherever it ends
+    text = re.sub(closing, lambda match: match[0] if match.end() < len(text) else "", text)
     calls: Calls = []
     start = end = position = others = 0
     first_close = text.find("</")

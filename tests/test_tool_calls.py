@@ -338,6 +338,15 @@ def test_a_megabyte_of_hostile_text_is_read_once(unit):
     assert len(message.content) <= len(text)
 
 
+@pytest.mark.parametrize(
+    "closing", ["</tools>", " </tools>", "</tools>a", "</tool_call>\n", "]", ")"]
+)
+@pytest.mark.parametrize("call", ["look(word='a')", '<tool_call>{"name": "look"', "```\nlook()\n"])
+def test_100_000_closing_marks_around_a_call_are_read_once(call, closing):
+    for text in (closing * 100_000 + f" {call}", f"{call}{closing * 100_000} x"):
+        parse_tool_calls(text, TOOLS)  # a quadratic search takes minutes
+
+
 @pytest.mark.parametrize("start", ["look(", "look(word=", "<look ", "```\n"])
 @pytest.mark.parametrize("unit", [" ", "a-", "a.", "a--", "\t\n"])
 def test_a_call_of_100_000_signs_that_never_ends_is_read_once(start, unit):
