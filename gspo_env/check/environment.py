@@ -57,6 +57,8 @@ class Checked:
     branches: Literal["snapshot", "replay", "no"] = "replay"
     """How `gspo_env.rollout.branching` continues its episodes: from a state that it saved, or by
     playing the same actions again; `no` if `check_branching` refuses them."""
+    ends: bool = True
+    """Whether an episode ended before the check abandoned it."""
     demonstrated: tuple[bool, ...] = ()
     """Whether each episode of the environment's own demonstrator succeeded; empty without one."""
 
@@ -175,6 +177,7 @@ class _Check:
             reason=choice.reason,
             declares_success=declares_success,
             branches=self.branches(),
+            ends=bool(ended),
             demonstrated=self.shown,
         )
 

@@ -23,6 +23,11 @@ class Envs:
         if self.check:
             report = check_env(self.check, env_kwargs=self.env_kwargs)
             print(f"{self.check} passes all checks.")
+            if not report.ends:
+                print(
+                    "Warning: no episode of the check ended by itself; return terminated or "
+                    "truncated, or training cuts each episode at --rollout.max-turns."
+                )
             print(f"Score: {report.score or 'not decided'}, because {report.reason}.")
             if not report.declares_success:
                 print(

@@ -141,7 +141,8 @@ def _refuse(command: type[Any], name: str, texts: Sequence[str], event: Any) -> 
         if words[0].startswith("-"):
             raise ConfigError(f"there is no option {words[0]}; {hint}")
         shown = " ".join(words)
-        raise ConfigError(f"{shown!r} belongs to no option; `gspo-env {name} --help` lists all")
+        usage = f"expected `gspo-env envs --check {shown}`" if name == "envs" else hint
+        raise ConfigError(f"{shown!r} belongs to no option; {usage}")
     if (argument := getattr(event, "argument", None)) is None:
         return
     (flag, *_), kind = argument.lowered.name_or_flags, argument.lowered.metavar
@@ -155,6 +156,8 @@ def _refuse(command: type[Any], name: str, texts: Sequence[str], event: Any) -> 
     allowed = getattr(event, "choices", ())
     kind = f"one of {', '.join(filter(None, allowed))}" if allowed else _KINDS.get(kind, kind)
     is_missing = not value or value.startswith("--")
+    if flag == "--check" and is_missing and texts[0] != flag:
+        kind = f"`gspo-env {name} --check {texts[0]}`"
     raise ConfigError(
         f"{flag} {'has no value' if is_missing else f'is {value!r}'}; expected {kind}"
     )

@@ -240,7 +240,7 @@ def _tools(value: Any) -> tuple[Tool, ...]:
     return tuple(value)
 
 
-_TEXT: Reader = _text, f"a str of at most {MAX_OBSERVATION:,} characters"
+_TEXT: Reader = _text, "a str"
 _FLAG = _instance((bool, np.bool_), "a bool", bool)
 _KEY = _instance((str, int, np.integer), "a str or an int")
 _NUMBER: Reader = _number, "a finite number"
@@ -278,6 +278,8 @@ _STEP: dict[str, Reader] = {
 def _fault(env_id: str, what: str, got: object, expected: str) -> EnvironmentContractError:
     kind = type(got).__name__
     if isinstance(got, str) and len(got) > 80:
+        if len(got) > MAX_OBSERVATION:
+            expected = f"at most {MAX_OBSERVATION:,} characters"
         kind, got = f"{kind} with {len(got):,} characters", got[:80]
     try:
         shown = repr(got)

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
@@ -80,6 +81,7 @@ def _endpoint(server: PolicyServer, dialect: Dialect) -> Handler:
         body, agent = await _body(http), agent_name(http.headers.get("x-agent"))
         name = session.new_id(dialect.prefix)
         request = await _read(body, lambda data: dialect.read(parse_json(data), name, agent))
+        request = replace(request, model=request.model or session.model)
         reply = await _or_hung_up(http, session.reply(request))
         return Response() if reply is None else _write(dialect, request, reply)
 

@@ -45,7 +45,7 @@ class Request:
     seed: int | None = None
     """The requested seed; None in training, where the rollout's applies."""
     model: str = ""
-    """The requested model, which answers repeat."""
+    """The requested model, which answers repeat; that of the session if the request has none."""
     stream: bool = False
     """Whether the answer is a stream of events."""
     stream_usage: bool = False

@@ -141,6 +141,21 @@ def test_the_example_of_the_help_for_arguments_works():
     main(["envs", "--check", "gspo/Lookup-v0", "--env-kwargs", "hops=4"])
 
 
+def test_a_name_before_the_flag_of_the_check_shows_the_right_form(capsys):
+    for arguments in (["a:B", "--check"], ["a:B"]):
+        assert "expected `gspo-env envs --check a:B`" in refused(capsys, "envs", *arguments)
+
+
+def test_an_environment_that_never_ends_passes_the_check_with_a_warning(capsys, tmp_path):
+    write_env(tmp_path / "own.py", "return 'b', 1.0, False, False, {}")
+    main(["envs", "--check", "own.py:Own"])
+    output = capsys.readouterr().out
+    assert "passes all checks" in output
+    assert "Warning: no episode of the check ended by itself" in output
+    main(["envs", "--check", "gspo/Lookup-v0"])
+    assert "Warning" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("body", ["1 / 0", "{}['x']", "raise SystemExit(3)", "raise OSError(5)"])
 @pytest.mark.parametrize(
     "command", [["train"], ["envs", "--check"], ["evaluate", "--model", "scripted"]]

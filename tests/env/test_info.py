@@ -91,7 +91,8 @@ def test_a_broken_reset_is_an_error(result):
         ("token_advantages", [[1.0], [2.0]], "one finite number per sampled token"),
         ("token_mask", 3, "one finite number per sampled token"),
         ("malformed_calls", -1, "an int of at least 0"),
-        ("agent", 3, "a str of at most 1,000,000 characters"),
+        ("agent", 3, "a str"),
+        ("agent", "a" * 1_000_001, "at most 1,000,000 characters"),
     ],
 )
 def test_an_impossible_value_of_a_step_is_named(key, value, expected):

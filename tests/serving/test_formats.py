@@ -58,6 +58,16 @@ def test_items_of_one_answer_become_one_message(opened):
 
 
 BODIES = {"/chat/completions": HI, "/messages": HI, "/responses": {"model": "m", "input": "hi"}}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_answer_to_a_request_without_a_model_names_the_one_that_is_served(opened, path):
+    client = opened(Policy(), model="mine")
+    body = {name: value for name, value in BODIES[path].items() if name != "model"}
+    for more in ({}, {"model": ""}):
+        assert client.post(path, json={**body, **more}).json()["model"] == "mine"
+
+
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
 REFUSED = {
     "/chat/completions": [
