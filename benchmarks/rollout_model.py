@@ -1,8 +1,9 @@
 """Compares sampling from a real model: the embedded engine, plain loops, `generate` and vLLM.
 
     python benchmarks/rollout_model.py [--model smollm2] [--dtype bfloat16] [--threads 1]
-        [--prompts 8] [--group 8] [--length 178] [--new 48] [--rounds 3]
+        [--prompts 8 ...] [--group 8] [--length 178 ...] [--new 48] [--rounds 3]
         [--vllm PYTHON] [--modes eager compiled] [--no-loops]
+    python benchmarks/rollout_model.py --table --vllm PYTHON --rounds 1
     python benchmarks/rollout_model.py --dtype float32 --delays 0 0.05 0.5
     python benchmarks/rollout_model.py --dtype float32 --profile 1 8 64 128
 
@@ -11,6 +12,11 @@ computes each prompt once and keeps log-probabilities; `generate` of `transforme
 without vLLM, does neither. PYTHON is the interpreter of an environment that has vLLM, which returns
 log-probabilities and runs in child processes, eager and compiled. All programs alternate. The model
 `0.6B` has random weights and the shape of Qwen3-0.6B.
+
+The plain loop and `generate` keep a copy of the prompt for each sample, and `generate` computes
+each. Above 100,000 tokens in all copies, the loop is left out, above 25,000 `generate`. With
+`--table`, one table has both dtypes, one and two threads, 2, 8 and 16 prompts, of 178 and of 1,500
+tokens.
 
 With one thread, the times are seconds of the processor; with more, or a GPU, of the clock.
 
@@ -31,6 +37,7 @@ import copy
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -57,6 +64,10 @@ from gspo_env.types import Task
 
 Ids = list[list[int]]
 TURNS = 3
+TABLE = ["--prompts", "2", "8", "16", "--length", "178", "1500"]
+PROGRAMS = ("ours", "vLLM, compiled", "vLLM, eager", "plain loop", "generate")
+LARGEST = {"plain loop": 100_000, "generate": 25_000}
+"""Tokens of the prompts of all samples."""
 
 
 def load(name: str, dtype: str) -> tuple[Any, Any]:
@@ -66,11 +77,11 @@ def load(name: str, dtype: str) -> tuple[Any, Any]:
     return make_model(name, dtype), lambda text, **_: SimpleNamespace(input_ids=[*map(ord, text)])
 
 
-def make_prompts(tokenizer: Any, count: int, length: int) -> Ids:
-    """Returns prompts that differ from their first words."""
+def make_prompts(tokenizer: Any, count: int, length: int, first: int = 2) -> Ids:
+    """Returns prompts that differ from their first words, the numbers from `first` on."""
     texts = (
         f"{n} people ask why the sky is blue, and you answer briefly, in plain words. " * length
-        for n in range(2, count + 2)
+        for n in range(first, first + count)
     )
     return [tokenizer(text, add_special_tokens=False).input_ids[:length] for text in texts]
 
@@ -84,14 +95,10 @@ def clock(threads: int) -> float:
     return time.perf_counter()
 
 
-def sample_ours(
-    engine: TransformersEngine, prompts: Ids, group: int, new: int, cached: bool = False
-) -> None:
-    """Samples with an empty cache, or with the cache of the last call."""
+def sample_ours(engine: TransformersEngine, prompts: Ids, group: int, new: int) -> None:
+    """Samples with the embedded engine."""
 
     async def play() -> None:
-        if not cached:
-            await engine.update_weights([], 0)
         rows = enumerate(prompt for prompt in prompts for _ in range(group))
         await asyncio.gather(
             *(engine.generate(prompt, Sampling(max_tokens=new, seed=n)) for n, prompt in rows)
@@ -127,12 +134,12 @@ def generate(model: Any, prompts: Ids, group: int, new: int) -> None:
 class VLLMChild:
     """vLLM in a process of another environment; see `vllm_child.py`."""
 
-    def __init__(self, python: str, folder: str, mode: str, arguments: argparse.Namespace) -> None:
+    def __init__(self, folder: str, mode: str, arguments: argparse.Namespace) -> None:
         program = Path(__file__).with_name("vllm_child.py")
-        rows = arguments.prompts * arguments.group
-        options = [arguments.dtype, mode, arguments.threads, arguments.length + arguments.new, rows]
+        context, rows = max(arguments.length) + arguments.new, max(arguments.prompts)
+        options = [arguments.dtype, mode, arguments.threads, context, rows * arguments.group]
         self._process = subprocess.Popen(
-            [python, str(program), folder, *map(str, options)],
+            [arguments.vllm, str(program), folder, *map(str, options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -167,15 +174,15 @@ def part_of(event: Any, words: int) -> str:
 
 def profile_steps(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> None:
     """Prints the milliseconds of a decode step and of its parts, for each number of sequences."""
-    prompts = make_prompts(tokenizer, max(arguments.profile), arguments.length)
+    length = arguments.length[0]
+    prompts = make_prompts(tokenizer, max(arguments.profile), length)
     lengths = arguments.new, arguments.new // 2
     for rows in arguments.profile:
-        context = arguments.length + arguments.new
-        engine = TransformersEngine(model, max_slots=rows, max_context=context)
+        engine = TransformersEngine(model, max_slots=rows, max_context=length + arguments.new)
 
         def seconds(new: int, engine=engine, rows=rows) -> float:
             started = clock(arguments.threads)
-            sample_ours(engine, prompts[:rows], 1, new, cached=True)
+            sample_ours(engine, prompts[:rows], 1, new)
             return clock(arguments.threads) - started
 
         seconds(1)
@@ -215,8 +222,9 @@ class SlowTool(TextEnv):
 
 def compare_delays(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> None:
     """Prints the rate of whole episodes as a share of the engine's own, for each delay."""
-    chat, rows = ChatTokenizer(tokenizer), arguments.prompts * arguments.group
-    context = 2 * arguments.length + arguments.new
+    chat, rows = ChatTokenizer(tokenizer), arguments.prompts[0] * arguments.group
+    length = arguments.length[0]
+    context = 2 * length + arguments.new
     engine = TransformersEngine(model, max_slots=rows, max_context=context)
     limits = RolloutConfig(
         max_turn_tokens=arguments.new // TURNS,
@@ -224,10 +232,10 @@ def compare_delays(model: Any, tokenizer: Any, arguments: argparse.Namespace) ->
         concurrency=rows,
         group_size=arguments.group,
     )
-    tasks = [Task(env_id="slow", seed=n) for n in range(arguments.prompts)]
+    tasks = [Task(env_id="slow", seed=n) for n in range(arguments.prompts[0])]
 
     def play(delay: float) -> Callable[[], tuple[list[Any], float]]:
-        pool = EnvPool(lambda: SlowTool(delay, arguments.length))
+        pool = EnvPool(lambda: SlowTool(delay, length))
         collector = Collector(engine, chat, pool, limits)
 
         def run() -> tuple[list[Any], float]:
@@ -246,6 +254,7 @@ def compare_delays(model: Any, tokenizer: Any, arguments: argparse.Namespace) ->
     new = sum(e.model_tokens for e in episodes) // rows
 
     def alone() -> float:
+        asyncio.run(engine.update_weights([], 0))
         started = time.perf_counter()
         sample_ours(engine, prompts, arguments.group, new)
         return rows * new / (time.perf_counter() - started)
@@ -261,68 +270,144 @@ def compare_delays(model: Any, tokenizer: Any, arguments: argparse.Namespace) ->
         print(f"    {share:.2f} of the engine's own rate (median of the pairs)")
 
 
+def compare(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> None:
+    """Prints the rates, and ours as a ratio to each, and last all of it as rows of a table."""
+    plain = copy.deepcopy(model.eval())
+    plain.set_attn_implementation("sdpa")
+    children: dict[str, VLLMChild] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.vllm:
+            Exporter(plain, untie=False).write(named_weights(plain), Path(folder))
+            tokenizer.save_pretrained(folder)
+            children = {mode: VLLMChild(folder, mode, arguments) for mode in arguments.modes}
+        lines = []
+        for length in arguments.length:
+            for count in arguments.prompts:
+                rates = compare_rates(model, plain, tokenizer, children, arguments, count, length)
+                lines.append(format_row(rates, arguments, count, length))
+        for child in children.values():
+            child.close()
+    print("\n".join(lines))
+
+
+def compare_rates(
+    model: Any,
+    plain: Any,
+    tokenizer: Any,
+    children: dict[str, VLLMChild],
+    arguments: argparse.Namespace,
+    count: int,
+    length: int,
+) -> dict[str, list[float]]:
+    """Samples with all programs in turns; returns and prints the rates of each."""
+    new, rows = arguments.new, count * arguments.group
+    engine = TransformersEngine(model, max_slots=rows, max_context=length + new)
+    # each round has prompts of its own, so that no cache has them
+    texts = make_prompts(tokenizer, count * (arguments.rounds + 1), length)
+
+    def rate(seconds: Callable[[Ids], float]) -> Callable[[], float]:
+        batches = iter(range(0, len(texts), count))
+
+        def run() -> float:
+            first = next(batches)
+            return rows * new / seconds(texts[first : first + count])
+
+        return run
+
+    def timed(program: Callable[..., None], subject: Any) -> Callable[[], float]:
+        def seconds(prompts: Ids) -> float:
+            started = clock(arguments.threads)
+            program(subject, prompts, arguments.group, new)
+            return clock(arguments.threads) - started
+
+        return rate(seconds)
+
+    programs = {"ours": timed(sample_ours, engine)}
+    for name, program in {"plain loop": sample_plainly, "generate": generate}.items():
+        if arguments.loops and rows * length <= LARGEST[name]:
+            programs[name] = timed(program, plain)
+    for mode, child in children.items():
+        programs[f"vLLM, {mode}"] = rate(lambda p, c=child: c.seconds(p, arguments.group, new))
+    for name in programs.keys() - LARGEST:
+        programs[name]()  # compiles kernels
+    rates: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(arguments.rounds):
+        for name, values in rates.items():
+            values.append(programs[name]())
+    print(f"{rows} samples of {count} prompts of {length} tokens, {arguments.threads} threads")
+    for name, values in rates.items():
+        show(name, values, "tokens/s")
+        print(f"    ours is {ratio_to(values, rates):.2f} times as fast (median of the pairs)")
+    sys.stdout.flush()
+    return rates
+
+
+def ratio_to(values: list[float], rates: dict[str, list[float]]) -> float:
+    """Returns how many times as fast ours is, as the median of the pairs."""
+    return median(ours / other for ours, other in zip(rates["ours"], values, strict=True))
+
+
+def format_row(
+    rates: dict[str, list[float]], arguments: argparse.Namespace, count: int, length: int
+) -> str:
+    """Returns a row of the table."""
+    cells = [arguments.dtype, arguments.threads, f"{length:,}", count * arguments.group]
+    for name in PROGRAMS:
+        values = rates.get(name)
+        ratio = f" ({ratio_to(values, rates):.2f} x)" if values and name != "ours" else ""
+        cells.append(f"{median(values):.0f}{ratio}" if values else "")
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def make_table(arguments: list[str]) -> None:
+    """Prints one table; dtypes and threads have processes of their own."""
+    rows = []
+    for threads in "12":
+        for dtype in ("float32", "bfloat16"):
+            options = ["--dtype", dtype, "--threads", threads, *TABLE, *arguments]
+            command = [sys.executable, __file__, *options]
+            program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            for line in program.stdout:
+                print(line, end="", flush=True)
+                rows += [line] if line.startswith("| ") else []
+            if program.wait():
+                raise SystemExit(f"{' '.join(command)} ended with {program.returncode}")
+    names = ["dtype", "threads", "prompt", "samples", *PROGRAMS]
+    print(f"\n| {' | '.join(names)} |\n{'|---' * len(names)}|\n{''.join(rows)}", end="")
+
+
 def main() -> None:
-    """Prints the rates, and ours as a ratio to each."""
+    """Runs what the options ask for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--vllm", default="")
-    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
+    parser.add_argument("--modes", nargs="+", default=["compiled", "eager"])
     parser.add_argument("--loops", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--profile", nargs="+", type=int, default=[])
     parser.add_argument("--delays", nargs="+", type=float, default=[])
-    sizes = {"threads": 1, "prompts": 8, "group": 8, "length": 178, "new": 48, "rounds": 3}
-    for name, size in sizes.items():
+    parser.add_argument("--prompts", nargs="+", type=int, default=[8])
+    parser.add_argument("--length", nargs="+", type=int, default=[178])
+    for name, size in {"threads": 1, "group": 8, "new": 48, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     arguments = parser.parse_args()
+    if arguments.table:
+        make_table([option for option in sys.argv[1:] if option != "--table"])
+        return
     torch.set_num_threads(arguments.threads)
     model, tokenizer = load(arguments.model, arguments.dtype)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    if arguments.delays or arguments.profile:
-        (compare_delays if arguments.delays else profile_steps)(model, tokenizer, arguments)
-        return
-    plain = copy.deepcopy(model.eval())
-    plain.set_attn_implementation("sdpa")
-    rows = arguments.prompts * arguments.group
-    context = arguments.length + arguments.new
-    engine = TransformersEngine(model, max_slots=rows, max_context=context)
-    batch = make_prompts(tokenizer, arguments.prompts, arguments.length), arguments.group
-    tokens = rows * arguments.new
-
-    def rate(program: Callable[..., None], subject: Any) -> Callable[[], float]:
-        def run() -> float:
-            started = clock(arguments.threads)
-            program(subject, *batch, arguments.new)
-            return tokens / (clock(arguments.threads) - started)
-
-        return run
-
-    programs = {"ours": rate(sample_ours, engine)}
-    if arguments.loops:
-        programs |= {"plain loop": rate(sample_plainly, plain), "generate": rate(generate, plain)}
-    with tempfile.TemporaryDirectory() as folder:
-        children = {}
-        if arguments.vllm:
-            Exporter(plain, untie=False).write(named_weights(plain), Path(folder))
-            tokenizer.save_pretrained(folder)
-            for mode in arguments.modes:
-                child = children[mode] = VLLMChild(arguments.vllm, folder, mode, arguments)
-                programs[f"vLLM, {mode}"] = lambda child=child: (
-                    tokens / child.seconds(*batch, arguments.new)
-                )
-        columns = alternate(arguments.rounds, *programs.values())
-        for child in children.values():
-            child.close()
-    device = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else torch.backends.cpu.get_cpu_capability()
-    )
+    device = torch.backends.cpu.get_cpu_capability()
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
     print(f"{arguments}\n{device}, torch {torch.__version__}")
-    for name, rates in zip(programs, columns, strict=True):
-        show(name, rates, "tokens/s")
-        ratio = median(ours / other for ours, other in zip(columns[0], rates, strict=True))
-        print(f"    ours is {ratio:.2f} times as fast (median of the pairs)")
+    if arguments.delays:
+        compare_delays(model, tokenizer, arguments)
+    elif arguments.profile:
+        profile_steps(model, tokenizer, arguments)
+    else:
+        compare(model, tokenizer, arguments)
 
 
 if __name__ == "__main__":
