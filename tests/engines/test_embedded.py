@@ -56,47 +56,6 @@ def test_sampling_follows_the_distribution(model):
     ).sqrt().sum()
 
 
-@pytest.mark.parametrize(
-    ("module", "limit", "number"),
-    [
-        (kv_attention, "MOST_SCORES", 1 << 22),
-        (kv_attention, "MOST_SCORES", 0),
-        (prefix_attention, "_LEAST_BYTES", 0),
-    ],
-    ids=["products", "fused kernel", "common keys"],
-)
-@pytest.mark.parametrize("kind", ["default", "windowed"])
-def test_episodes_that_share_a_prompt_have_the_logprobs_of_a_plain_forward_pass(
-    model, kind, module, limit, number, monkeypatch
-):
-    monkeypatch.setattr(module, limit, number)
-    model = architectures.build("Gemma 3", vocab_size=300) if kind == "windowed" else model
-    engine = TransformersEngine(model, max_slots=9, max_context=400, max_step_tokens=50)
-    rng = random.Random(0)
-    prompts = [random_ids(rng, 17, 70), random_ids(rng, 17, 70), [*range(1, 30)], [*range(1, 45)]]
-
-    async def episode(n, prompt, turns):
-        ids, log, own = list(prompt), [], random.Random(n)
-        for k in range(turns):
-            sampling = Sampling(max_tokens=own.randrange(1, 9), seed=10 * n + k)
-            done = await engine.generate(list(ids), sampling, f"s{n}")
-            log.append((list(ids), done))
-            ids += [*done.token_ids, *random_ids(own, 1, 12)]
-            if own.random() < 0.2:  # an edit, sometimes of the prompt itself
-                ids = ids[: own.randrange(5, len(ids))]
-        engine.release(f"s{n}")
-        return log
-
-    async def play():
-        jobs = [episode(n, prompts[n % 5 % 4], 1 + n % 6) for n in range(40)]
-        return await asyncio.gather(*jobs)
-
-    asyncio.run(play())
-    for log in asyncio.run(play()):  # again, in slots that others have used
-        for prompt, done in log:
-            assert difference(model, prompt, done) < 1e-5
-
-
 def sharp(seed):
     """Sampling that mostly takes the likeliest id, so that requests stay together for long."""
     return {"temperature": 0.15, "seed": seed}
@@ -128,6 +87,28 @@ def distinct(log):
     """Number of different contexts in front of a sampled id, and those between them."""
     texts = [(*prompt, *done.token_ids[:-1]) for prompt, _, done in log]
     return len({text[:n] for text in texts for n in range(1, len(text) + 1)})
+
+
+@pytest.mark.parametrize(
+    ("module", "limit", "number"),
+    [
+        (kv_attention, "MOST_SCORES", 1 << 22),
+        (kv_attention, "MOST_SCORES", 0),
+        (prefix_attention, "_LEAST_BYTES", 0),
+    ],
+    ids=["products", "fused kernel", "common keys"],
+)
+@pytest.mark.parametrize("kind", ["default", "windowed"])
+def test_episodes_that_share_a_prompt_have_the_logprobs_of_a_plain_forward_pass(
+    model, kind, module, limit, number, monkeypatch
+):
+    monkeypatch.setattr(module, limit, number)
+    model = architectures.build("Gemma 3", vocab_size=300) if kind == "windowed" else model
+    engine = TransformersEngine(model, max_slots=9, max_context=400, max_step_tokens=50)
+    for system in ([], range(1, 30)):  # the second in slots that others have used
+        log = asyncio.run(replay(engine, tasks=4, size=6, turns=5, edits=True, system=system))
+        for prompt, sampling, done in log:
+            assert difference(model, prompt, done, sampling.temperature) < 2e-5
 
 
 def test_every_context_is_computed_once_however_many_episodes_have_it(model):
