@@ -212,14 +212,17 @@ def _check_beside(place: str, name: Any) -> None:
 
 
 def _check_counts(name: str, config: Any) -> None:
-    """Refuses a config for which transformers would make a huge list before any weight is read."""
+    """Refuses a config for which transformers would make a huge list before any weight is read.
+
+    Sizes have 64 bits, since a cache takes no others.
+    """
     for key, value in config.items() if isinstance(config, dict) else ():
         _check_counts(name, value)
-        counts = key == "num_labels" or re.search("layers?$", key)
-        if counts and isinstance(value, (int, float)) and value > _MOST_PARTS:
+        counts = re.search("^num_labels$|layers?$|(size|window)$", key)
+        most = 2**62 if counts and counts[1] else _MOST_PARTS
+        if counts and isinstance(value, (int, float)) and value > most:
             raise ModelError(
-                f"the config of {name!r} has {visible(key)} {value:,}; expected at most "
-                f"{_MOST_PARTS:,}"
+                f"the config of {name!r} has {visible(key)} {value:,}; expected at most {most:,}"
             )
 
 

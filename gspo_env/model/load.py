@@ -179,7 +179,8 @@ def match_tokenizer(model: Any, tokenizer: Any) -> tuple[int, ...]:
     ends: set[int] = set()
     for ids in (getattr(each, "eos_token_id", None) for each in settings):
         one = [ids] if isinstance(ids, int) and ids in tokenizer.added_tokens_decoder else []
-        ends.update(ids if isinstance(ids, (list, tuple)) else one)
+        several = ids if isinstance(ids, (list, tuple)) else one
+        ends.update(i for i in several if isinstance(i, int))
     return tuple(sorted(ends & vocabulary))
 
 

@@ -32,6 +32,8 @@ _LATER = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _URL = r"https?://(\S+@)?([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?(/\S*)?"
 _TABLE = "answers (key TEXT PRIMARY KEY, text TEXT)"
 _INSERT = "INSERT OR REPLACE INTO answers (key, text) VALUES (?, ?)"
+_LARGEST_ANSWER = 1 << 24
+"""Bytes of an answer."""
 _LONGEST_WAIT = 60.0
 """Seconds between two attempts, at most."""
 
@@ -155,17 +157,25 @@ class ChatClient:
                 httpx.AsyncClient(timeout=None, verify=self._tls) as http,
             ):
                 place = f"{self.url.rstrip('/')}/chat/completions"
-                response = await http.post(place, json=body, headers={**key, **self.headers})
+                headers, content = {**key, **self.headers}, bytearray()
+                async with http.stream("POST", place, json=body, headers=headers) as response:
+                    async for part in response.aiter_bytes(1 << 16):
+                        content += part
+                        if len(content) > _LARGEST_ANSWER:
+                            raise NoAnswerError(
+                                f"{self.model} at {self.url} sends more than "
+                                f"{_LARGEST_ANSWER:,} bytes"
+                            )
         except (httpx.HTTPError, TimeoutError) as error:
             raise _TryAgainError(f"{type(error).__name__} {error}", 0.0) from error
-        beginning = repr(response.content[:200].decode(errors="replace"))
+        beginning = repr(content[:200].decode(errors="replace"))
         status = f"status {response.status_code}, {beginning}"
         if response.status_code in _LATER:
             raise _TryAgainError(status, _seconds(response.headers.get("retry-after", "")))
         if response.status_code != 200:
             raise NoAnswerError(f"{self.model} at {self.url} refused: {status}")
         try:
-            answer = json.loads(response.content)
+            answer = json.loads(content)
             choice = answer["choices"][0]
             text = choice["message"]["content"].strip().encode(errors="replace").decode()
             if not text:

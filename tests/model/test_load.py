@@ -181,6 +181,20 @@ def test_a_config_that_would_fill_the_memory_is_refused(folder, key):
     refused(folder, f"{key} 1,000,000,000; expected at most 10,000")
 
 
+@pytest.mark.parametrize("key", ["sliding_window", "max_size"])
+def test_a_size_of_more_than_64_bits_is_refused(folder, key):
+    change(folder / "config.json", **{key: 10**30})
+    refused(folder, f"{key} 1,000,.*; expected at most")
+
+
+@pytest.mark.parametrize("ids", [[[1]], {"a": 1}, [None, "x"], 10**30])
+def test_ends_of_a_generation_config_that_are_no_ids_are_left_out(folder, ids):
+    model, tokenizer = load_model(str(folder))
+    own = match_tokenizer(model, tokenizer)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    assert set(match_tokenizer(*load_model(str(folder)))) <= set(own)
+
+
 def test_a_token_without_an_embedding_is_refused(folder):
     tokens = {str(10**6): {"content": "x", "special": False}}
     change(folder / "tokenizer_config.json", added_tokens_decoder=tokens)

@@ -7,17 +7,20 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
 import gymnasium
 import numpy as np
+import pretend_http
 import pytest
 from pretend_judge import first, good, group, noisy, serve
 from runs import tiny
@@ -125,6 +128,27 @@ def test_a_refused_request_is_not_repeated_and_a_redirection_not_followed(server
     (episode,) = score(judge(server, retries=3), group(["quality 4"])).episodes
     assert f"refused: status {status}" in episode.error
     assert len(server.questions) == 1
+
+
+def test_a_small_answer_that_unpacks_to_a_gigabyte_is_refused_at_once():
+    packer = zlib.compressobj(wbits=31)
+    bomb = b"".join(packer.compress(bytes(1 << 24)) for _ in range(64)) + packer.flush()
+
+    def reply(handler):
+        handler.body()
+        handler.send_response(200)
+        handler.send_header("content-encoding", "gzip")
+        handler.send_header("content-length", str(len(bomb)))
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            handler.wfile.write(bomb)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pretend_http.serve(do_POST=reply) as url:
+        reward = Judge(url=url, model="m", **{**SLACK, "retries": 3})
+        (episode,) = score(reward, group(["quality 4"])).episodes
+    assert "sends more than 16,777,216 bytes" in episode.error
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kibibytes
 
 
 def test_a_lone_surrogate_in_an_answer_is_a_mark_in_the_cache(server, tmp_path):
