@@ -11,9 +11,10 @@ import ctypes
 import gc
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from torch import nn
 from gspo_agents.player import EngineLoop
 from gspo_agents.setup import decide_mode, open_collector, start_engine
 from gspo_env.batch.sample import Sample, to_samples
+from gspo_env.chat.conversation import Transcript
 from gspo_env.config import Config, learner_arguments, override
 from gspo_env.engines import Engine, Sampling, Transformers
 from gspo_env.engines.embedded.direct import packs
@@ -52,7 +54,7 @@ _TURN_TOKENS = 64
 _SECONDS = 20.0
 """Seconds after which these episodes are cut."""
 _UNKNOWN_PROMPT = 512
-"""Tokens of a first prompt, if no episode had a turn."""
+"""Tokens of a first prompt, if no environment gave one."""
 _ROWS = (8, 64)
 """Sequences that sample together while a decoding step is measured."""
 _DECODED = 4
@@ -92,8 +94,7 @@ class Lengths:
 
     def computed(self, groups: float, episodes: float) -> float:
         """Returns the tokens that an engine or a learner computes for groups of episodes."""
-        later = episodes * (self.observed + self.sampled)
-        return self.shared + groups * self.first + later
+        return self.shared + groups * self.first + episodes * (self.observed + self.sampled)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,10 +106,6 @@ class Rates:
     """Of a step without any sequence."""
     decoded_token: float
     """What each sequence adds to a step."""
-    trained_token: float = 0.0
-    """A forward and a backward pass."""
-    scored_token: float = 0.0
-    """A forward pass of the learner."""
 
     def rollout(self, lengths: Lengths, groups: int, episodes: int, slots: int) -> float:
         """Estimates the seconds in which an engine plays groups of episodes."""
@@ -166,25 +163,30 @@ def memory(sizes: Sizes, config: Config, work: Work) -> dict[str, float]:
     moments = 2 if "8bit" in settings.optimizer else 8
     whole = sizes.parameters * weight
     reference = config.loss.needs_reference and not settings.lora_rank
-    is_half = sizes.on_cpu and weight == 2  # the engine has another copy, and keys in float32
-    copies = reference + 2 * bool(config.supply.max_staleness) + (is_half or sizes.packed)
+    is_half = sizes.on_cpu and weight == 2  # keys are in float32
+    adapted = settings.lora_rank or sizes.trained != sizes.parameters
+    packed = (is_half or sizes.packed) and not adapted  # the weights in the order of kernels
+    copies = reference + 2 * bool(config.supply.max_staleness) + packed
     scale = weight / sizes.weight
     cached = sizes.cached_token * scale * (1.5 if is_half else 1.0)
     activations = sizes.pass_token * scale
     if settings.checkpointing:  # the input of each layer, and one layer at a time
         activations = sizes.hidden * scale * (sizes.layers + 2) + activations / sizes.layers
     row = max(min(settings.microbatch_tokens, work.tokens), min(work.longest, work.tokens))
+    gradients = 4.0 * trained
     parts = {
         "weights": float(whole),
         "copies": float(copies * whole),
-        "gradients": 4.0 * trained,
+        "gradients": gradients,
         "optimiser": float((moments + 4 * half) * trained),
         "cache": work.slots * work.longest * cached,
         "program": _PROGRAM * sizes.on_cpu,
     }
-    largest = sizes.pass_fixed + row * activations
-    checkpoint = min((moments + 4.0) * trained, _FILE) * sizes.on_cpu
-    """Copies of what goes into one file, at a time without a pass."""
+    freed = gradients if work.tokens <= row else 0.0
+    """Activations in whose place gradients come: in the only row of a minibatch."""
+    largest = sizes.pass_fixed + max(0.0, row * activations - freed)
+    checkpoint = min((moments + 4.0) * trained, _FILE) * sizes.on_cpu - gradients
+    """Copies of what goes into one file, at a time without gradients."""
     parts |= {"largest pass": largest} if largest >= checkpoint else {"checkpoint": checkpoint}
     return {name: size for name, size in parts.items() if size}
 
@@ -322,14 +324,14 @@ def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate | 
 
 def _estimate(agent: GSPOAgent, model: Any, demonstrations: Sequence[Episode]) -> Estimate | None:
     config, free, sizes = agent.config, free_memory(agent.model), _sizes(agent.model)
-    groups, recipe, minibatches = config.tasks_per_step, config.recipe, config.learner.minibatches
+    groups, recipe, settings = config.tasks_per_step, config.recipe, config.learner
     episodes, slots = groups * config.rollout.group_size, config.rollout.concurrency
     if not isinstance(config.engine, Transformers) or config.rollout.ray_workers:
         _refuse(sizes, config, Work(tokens=0, longest=0, slots=0), free)
         return None
     few = override(config, {"rollout": {"concurrency": min(slots, _ROWS[-1])}})
-    measured = Work(tokens=0, longest=_FIRST_CAPACITY, slots=few.rollout.concurrency)
-    _refuse(sizes, config, measured, free)  # before as much is allocated
+    small = Work(tokens=0, longest=_FIRST_CAPACITY, slots=few.rollout.concurrency)
+    _refuse(sizes, config, small, free)  # before as much is allocated
     engine, loop, clock = start_engine(model, few), EngineLoop(), _Clock(model)
     try:
         lengths = _lengths(agent, engine, loop, demonstrations)
@@ -338,13 +340,30 @@ def _estimate(agent: GSPOAgent, model: Any, demonstrations: Sequence[Episode]) -
         engine.close()
     least = _PASS * sizes.layers * sizes.hidden
     most = max(_LEAST_TOKENS, int(min(_MOST_TOKENS, 1.0 / rates.prompt_token, free / 4 / least)))
-    rates, sizes = _measure_learner(model, config, lengths, rates, sizes, most, clock)
     batch = recipe.imitation_batch if demonstrations else 0
-    imitated = lengths.computed(batch, batch) if batch else 0.0
-    minibatches = min(minibatches, episodes)
+    steps, imitated = recipe.imitation_steps if batch else 0, lengths.computed(batch, batch)
+    minibatches = min(settings.minibatches, episodes)
     # a minibatch has whole groups where it can, and the beginning of all prompts in any case
     part = lengths.computed(math.ceil(groups / minibatches), episodes / minibatches)
-    computed = minibatches * part
+    played = steps * batch + config.steps * episodes
+    learned = steps * imitated + config.steps * minibatches * part
+    share = played * lengths.sampled / learned
+    samples = partial(_random_samples, lengths, share, usable_ids(model))
+
+    def training(tokens: float) -> float:
+        passes = math.ceil(tokens / settings.microbatch_tokens)
+        return passes * trained_pass + tokens * trained_token
+
+    alone = {"minibatches": 1, "microbatch_tokens": 2**30}
+    learner = Learner(model, **learner_arguments(override(config, {"learner": alone})))
+    measured, scored_token = _measure_learner(learner, samples, most, clock)
+    trained_pass, trained_token = _line(measured, 1)
+    fixed, token = _line(measured, 2)
+    if settings.checkpointing:
+        model.gradient_checkpointing_disable()
+        # what `memory` expects is the activations without it
+        token = max(0.0, token - sizes.hidden * (sizes.layers + 2)) * sizes.layers
+    sizes = replace(sizes, pass_fixed=fixed, pass_token=token)
     work = Work(tokens=int(max(part, imitated)), longest=lengths.longest, slots=slots)
     scored = (minibatches - 1) / minibatches + config.loss.needs_reference
     return Estimate(
@@ -352,9 +371,9 @@ def _estimate(agent: GSPOAgent, model: Any, demonstrations: Sequence[Episode]) -
         lengths=lengths,
         parts=_refuse(sizes, config, work, free),
         free=free,
-        imitation=recipe.imitation_steps * imitated * rates.trained_token if batch else 0.0,
+        imitation=steps * training(imitated),
         rollout=rates.rollout(lengths, groups, episodes, slots),
-        update=computed * (rates.trained_token + scored * rates.scored_token),
+        update=minibatches * (training(part) + scored * part * scored_token),
         evaluation=rates.rollout(lengths, config.eval_tasks, 2 * config.eval_tasks, slots),
         steps=config.steps,
         evaluations=1 + (math.ceil(config.steps / config.eval_every) if config.eval_every else 1),
@@ -470,11 +489,8 @@ def _lengths(
     config, limits = agent.config, agent.config.rollout
     if shown := imitation_samples(demonstrations[:_EPISODES], agent.chat, limits.max_context):
         return _read(shown)
-    short = replace(
-        limits,
-        max_turn_tokens=min(_TURN_TOKENS, limits.max_turn_tokens),
-        episode_timeout=min(_SECONDS, limits.episode_timeout),
-    )
+    turn, seconds = min(_TURN_TOKENS, limits.max_turn_tokens), min(_SECONDS, limits.episode_timeout)
+    short = override(config, {"rollout": {"max_turn_tokens": turn, "episode_timeout": seconds}})
     options, held_out = next_options(config.curriculum, []), agent.split().held_out
     tasks = draw_tasks(
         agent.environments.weights, seed=config.seed, step=-1, count=_EPISODES, options=options
@@ -482,25 +498,25 @@ def _lengths(
     size = usable_ids(agent.model)
     with (
         agent.environments.pool() as pool,
-        open_collector(
-            replace(config, rollout=short), lambda: engine, agent.chat, pool, size
-        ) as collector,
+        open_collector(short, lambda: engine, agent.chat, pool, size) as collector,
     ):
         playing = collector.collect(tasks, seed=config.seed, group_size=1, held_out=held_out)
         groups = loop.run(playing)
-    played = [e for group in groups for e in group.episodes if e.turns]
+    ended = [e for group in groups for e in group.episodes]
+    played, most = [e for e in ended if e.turns], limits.max_turn_tokens
     if not played:  # too slow: an action as long as it may be
-        most = limits.max_turn_tokens
-        prompt = min(_UNKNOWN_PROMPT, limits.max_context - most)
-        return Lengths(
-            first=prompt, shared=0, observed=0, sampled=most, longest=prompt + most, steps=most
-        )
+        prompts = [
+            Transcript(agent.chat, e.prompt).read(e.final_observation, request=e.reset).prompt_ids
+            for e in ended
+            if not e.failed
+        ] or [(0,) * min(_UNKNOWN_PROMPT, limits.max_context - most)]
+        return _read([_sample((*ids, *[0] * most), most, n) for n, ids in enumerate(prompts)])
     lengths = _read(to_samples(played, [np.zeros(len(e.turns)) for e in played]))
     # how long an action is that was cut, if each of its tokens may be the last
     cut = sum(e.stop_reason is StopReason.MAX_TURN_TOKENS for e in played)
     actions, tokens = sum(len(e.turns) for e in played), sum(e.model_tokens for e in played)
     ends = (actions - cut + 0.5) / max(1, tokens)
-    rest = limits.max_turn_tokens - short.max_turn_tokens
+    rest = most - turn
     missing = (1 - (1 - min(1.0, ends)) ** rest) / ends if cut else 0.0
     return replace(
         lengths,
@@ -566,58 +582,64 @@ async def _measure_engine(
 
 
 def _measure_learner(
-    model: Any,
-    config: Config,
-    lengths: Lengths,
-    rates: Rates,
-    sizes: Sizes,
-    most: int,
-    clock: _Clock,
-) -> tuple[Rates, Sizes]:
-    """Measures passes of `most` and of fewer tokens, without an optimiser step."""
-    alone = replace(config.learner, minibatches=1, microbatch_tokens=2**30)
-    learner = Learner(model, **learner_arguments(replace(config, learner=alone)))
-    peaks, sizes_of_rows, seconds = [], [], 0.0
+    learner: Learner, samples: Callable[[int], list[Sample]], most: int, clock: _Clock
+) -> tuple[list[tuple[float, ...]], float]:
+    """Measures gradients of a fourth of `most` tokens and of all, without an optimiser step.
+
+    Returns:
+        Tokens, seconds and bytes of each, and the seconds of a token without gradient.
+    """
+    measured = []
     for tokens in (most // 4, most // 4, most):  # the first allocates the gradients
-        samples = _random_samples(tokens, lengths, usable_ids(model))
-        sizes_of_rows.append(sum(len(sample.token_ids) for sample in samples))
-        minibatch = learner.score(learner.prepare(samples))[0]
+        minibatch = learner.score(learner.prepare(samples(tokens)))[0]
         with _peak(learner.device) as peak:
             began = clock.now()
             learner.backward(minibatch)
             seconds = clock.now() - began
-        peaks.append(peak[0])
-    began = clock.now()
-    learner.logprobs(minibatch.microbatches[0].row)
-    scored = clock.now() - began
+        computed = sum(len(part.row.input_ids_T) for part in minibatch.microbatches)
+        measured.append((computed, seconds, *peak))
+    row, began = minibatch.microbatches[0].row, clock.now()
+    learner.logprobs(row)
+    scored = (clock.now() - began) / len(row.input_ids_T)
     learner.optimizer.zero_grad()
-    if config.learner.checkpointing:
-        model.gradient_checkpointing_disable()
-    _, least, most = sizes_of_rows
-    token = max(0.0, (peaks[2] - peaks[1]) / max(1, most - least))
-    if config.learner.checkpointing:  # what `memory` expects is the activations without it
-        token = max(0.0, token - sizes.hidden * (sizes.layers + 2)) * sizes.layers
-    return (
-        replace(rates, trained_token=seconds / most, scored_token=scored / most),
-        replace(sizes, pass_token=token, pass_fixed=max(0.0, peaks[1] - token * least)),
+    return measured[1:], scored
+
+
+def _line(points: Sequence[tuple[float, ...]], place: int) -> tuple[float, float]:
+    """Returns where a line through two points begins, and its slope, if it rises."""
+    few, many = points
+    slope = max(0.0, (many[place] - few[place]) / max(1.0, many[0] - few[0]))
+    return max(0.0, few[place] - slope * few[0]), slope
+
+
+def _random_samples(lengths: Lengths, share: float, vocabulary: int, tokens: int) -> list[Sample]:
+    """Returns samples with one prompt that compute about `tokens` tokens.
+
+    Args:
+        lengths: The samples have these, or shorter ones.
+        share: Of the tokens, how many are sampled.
+        vocabulary: The number of ids.
+        tokens: The number of tokens.
+    """
+    draw = np.random.default_rng(0)
+    count = max(1, round(tokens * share / lengths.sampled))
+    sampled = max(1, round(tokens * share / count))
+    observed = round(sampled * lengths.observed / lengths.sampled)
+    first = max(1, tokens - count * (sampled + observed))
+    prompt = draw.integers(0, vocabulary, first)
+    own = draw.integers(0, vocabulary, (count, observed + sampled))
+    return [_sample((*prompt, *ids), sampled, number) for number, ids in enumerate(own)]
+
+
+def _sample(ids: Sequence[int], sampled: int, episode: int) -> Sample:
+    """Returns a sample whose last ids are sampled."""
+    return Sample(
+        token_ids=np.array(ids),
+        turn_ids=np.repeat([-1, 0], [len(ids) - sampled, sampled]),
+        advantages=np.ones(sampled),
+        engine_logprobs=np.full(sampled, -1.0),
+        episode=episode,
     )
-
-
-def _random_samples(tokens: int, lengths: Lengths, vocabulary: int) -> list[Sample]:
-    """Returns samples of the mean length, or a shorter one, that share no prefix."""
-    draw, whole = np.random.default_rng(0), lengths.computed(1, 1)
-    size = max(2, min(tokens, int(whole)))
-    sampled = min(size - 1, max(1, round(size * lengths.sampled / whole)))
-    return [
-        Sample(
-            token_ids=draw.integers(0, vocabulary, size),
-            turn_ids=np.repeat([-1, 0], [size - sampled, sampled]),
-            advantages=np.ones(sampled),
-            engine_logprobs=np.full(sampled, -1.0),
-            episode=number,
-        )
-        for number in range(max(1, round(tokens / size)))
-    ]
 
 
 @contextmanager

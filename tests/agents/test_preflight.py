@@ -1,5 +1,6 @@
 """A run of a model that is not tiny says what it needs, and one that cannot fit is refused."""
 
+import asyncio
 import dataclasses
 import re
 from typing import ClassVar
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_agents.preflight import Sizes, Work, check, memory, remedies
+from gspo_agents.preflight import Sizes, Work, check, estimate, memory, remedies
 from gspo_env.config import Config, override
+from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.errors import TrainingError
 from gspo_env.model.thread_speed import best, measure
@@ -29,14 +31,16 @@ WORK = Work(tokens=6000, longest=500, slots=64)
         ({}, "gradients", 4e6),
         ({}, "optimiser", 8e6),
         ({}, "cache", 64 * 500 * 1000),
-        ({}, "largest pass", 1e6 + 6000 * 100_000),
+        # gradients come in the place of the activations of the only row of a minibatch
+        ({}, "largest pass", 1e6 + 6000 * 100_000 - 4e6),
         ({"model_dtype": "bfloat16"}, "weights", 2e6),
         ({"model_dtype": "bfloat16"}, "optimiser", 12e6),  # with the float32 masters
         ({"model_dtype": "bfloat16"}, "cache", 64 * 500 * 500),
         ({"learner": {"lora_rank": 8}}, "optimiser", 8 * 80_000),
         ({"learner": {"microbatch_tokens": 1000}}, "largest pass", 1e6 + 1000 * 100_000),
         ({"learner": {"microbatch_tokens": 10}}, "largest pass", 1e6 + 500 * 100_000),
-        ({"learner": {"checkpointing": True}}, "largest pass", 1e6 + 6000 * (24_000 + 10_000)),
+        ({"learner": {"checkpointing": True}}, "largest pass", 1e6 + 6000 * 34_000 - 4e6),
+        ({"learner": {"lora_rank": 8}}, "largest pass", 1e6 + 6000 * 100_000 - 4 * 80_000),
         ({"supply": {"max_staleness": 1}}, "copies", 8e6),
     ],
 )
@@ -50,8 +54,18 @@ def test_a_cpu_has_more_copies_in_bfloat16_and_holds_a_checkpoint_in_memory():
     assert parts["copies"] == 2e6  # in the order of the engine's kernels
     assert parts["cache"] == 64 * 500 * 750  # keys in float32
     small = dataclasses.replace(WORK, tokens=1, longest=1)
-    assert memory(on_cpu, Config(), small)["checkpoint"] == 12e6
-    assert "largest pass" not in memory(on_cpu, Config(), small)
+    parts = memory(on_cpu, Config(), small)
+    assert parts["gradients"] + parts["checkpoint"] == 12e6  # not at the same time
+    assert "largest pass" not in parts
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_has_no_copy_of_weights_that_an_adapter_is_added_to(dtype):
+    sizes, config = dataclasses.replace(SIZES, on_cpu=True, packed=True), Config(model_dtype=dtype)
+    assert "copies" in memory(sizes, config, WORK)
+    assert "copies" not in memory(sizes, override(config, {"learner": {"lora_rank": 8}}), WORK)
+    adapted = dataclasses.replace(sizes, trained=10_000)
+    assert "copies" not in memory(adapted, config, WORK)
 
 
 @pytest.mark.parametrize("free", [5e6, 1e8, 2e8, 4e8, 6e8])
@@ -123,6 +137,34 @@ def test_a_preflight_plays_no_task_that_is_held_out(agent, capsys):
     check(mixture, ())
     assert Keyed.last
     assert not held_out.intersection(Keyed.last.values())
+
+
+class Wordy(TextEnv):
+    """Has one long prompt."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "word " * 300, {}
+
+    def step(self, action):
+        return "", 1.0, True, False, {}
+
+
+def test_an_engine_too_slow_for_a_single_turn_leaves_the_prompts_to_count(agent, monkeypatch):
+    config = Config(tasks_per_step=2, eval_tasks=4, tracker="none")
+    wordy = GSPOAgent(agent.model, Wordy, config, agent.tokenizer)
+    prompt = len(wordy.play().turns[0].prompt_ids)
+    sample = TransformersEngine.generate
+
+    async def wait(self, ids, sampling, session=None):
+        await asyncio.sleep(3600 if session else 0)
+        return await sample(self, ids, sampling, session)
+
+    monkeypatch.setattr(TransformersEngine, "generate", wait)
+    monkeypatch.setattr("gspo_agents.preflight._SECONDS", 1.0)
+    lengths = estimate(wordy, ()).lengths
+    assert lengths.shared + lengths.first == prompt
+    assert lengths.sampled == lengths.steps == config.rollout.max_turn_tokens
 
 
 def test_what_cannot_fit_is_refused_before_training(agent, monkeypatch):
