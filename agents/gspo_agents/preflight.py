@@ -590,19 +590,20 @@ def _measure_learner(
         Tokens, seconds and bytes of each, and the seconds of a token without gradient.
     """
     measured = []
-    for tokens in (most // 4, most // 4, most):  # the first allocates the gradients
-        minibatch = learner.score(learner.prepare(samples(tokens)))[0]
+    minibatches = [learner.score(learner.prepare(samples(n)))[0] for n in (most // 4, most)]
+    learner.backward(minibatches[0])  # allocates the gradients
+    for minibatch in minibatches:
         with _peak(learner.device) as peak:
-            began = clock.now()
             learner.backward(minibatch)
-            seconds = clock.now() - began
+        began = clock.now()
+        learner.backward(minibatch)  # in memory that the process has now, as in a run
         computed = sum(len(part.row.input_ids_T) for part in minibatch.microbatches)
-        measured.append((computed, seconds, *peak))
+        measured.append((computed, clock.now() - began, *peak))
     row, began = minibatch.microbatches[0].row, clock.now()
     learner.logprobs(row)
     scored = (clock.now() - began) / len(row.input_ids_T)
     learner.optimizer.zero_grad()
-    return measured[1:], scored
+    return measured, scored
 
 
 def _line(points: Sequence[tuple[float, ...]], place: int) -> tuple[float, float]:
