@@ -628,8 +628,8 @@ def _random_samples(lengths: Lengths, share: float, vocabulary: int, tokens: int
     observed = round(sampled * lengths.observed / lengths.sampled)
     first = max(1, tokens - count * (sampled + observed))
     prompt = draw.integers(0, vocabulary, first)
-    own = draw.integers(0, vocabulary, (count, observed + sampled))
-    return [_sample((*prompt, *ids), sampled, number) for number, ids in enumerate(own)]
+    later = draw.integers(0, vocabulary, (count, observed + sampled))
+    return [_sample((*prompt, *ids), sampled, number) for number, ids in enumerate(later)]
 
 
 def _sample(ids: Sequence[int], sampled: int, episode: int) -> Sample:
