@@ -93,9 +93,6 @@ def sgd(weights, lr, weight_decay):
 
 def half(weights, lr, weight_decay):
     return torch.optim.SGD(weights[1:], lr=lr)
-
-def wrong(weights, **settings):
-    return "sgd"
 """
 
 
@@ -109,18 +106,10 @@ def test_an_optimiser_of_ones_own_is_a_function_in_a_file(model, samples, gradie
         torch.testing.assert_close(weight, before[name] - 0.5 * found[name])
 
 
-@pytest.mark.parametrize(
-    ("function", "sentence"),
-    [
-        ("half", "leaves out 1 of "),
-        ("wrong", "returned str; expected a torch.optim.Optimizer"),
-        ("none", "expected a name in .*mine.py, such as: "),
-    ],
-)
-def test_an_optimiser_of_ones_own_that_cannot_be_used_is_named(model, tmp_path, function, sentence):
+def test_an_optimiser_of_ones_own_that_leaves_weights_out_is_refused(model, tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
-    with pytest.raises(ConfigError, match=sentence):
-        learner_of(model, optimizer=f"{tmp_path}/mine.py:{function}")
+    with pytest.raises(ConfigError, match="leaves out 1 of "):
+        learner_of(model, optimizer=f"{tmp_path}/mine.py:half")
 
 
 @pytest.mark.parametrize("wrong", [{"optimizer": "adam"}, {"lora_targets": "q_proj,,"}])
