@@ -34,6 +34,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import gc
 import json
 import os
 import subprocess
@@ -285,6 +286,7 @@ def compare(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> None:
             for count in arguments.prompts:
                 rates = compare_rates(model, plain, tokenizer, children, arguments, count, length)
                 lines.append(format_row(rates, arguments, count, length))
+                gc.collect()  # an engine that is kept has gigabytes of keys and values
         for child in children.values():
             child.close()
     print("\n".join(lines))
