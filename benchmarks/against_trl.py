@@ -4,6 +4,8 @@
         httpx httpcore jinja2
     python benchmarks/against_trl.py DIR [--model smollm2 --groups 1 --shared 300 --rounds 1]
         [--dtype bfloat16]
+    python benchmarks/against_trl.py DIR --model smollm2 --groups 8 --shared 300 --rounds 1 \
+        --only ours|bare|trl|compact [--lora 16]
 
 Groups of eight episodes with a common prefix of 512 tokens, three turns and ragged lengths. Both
 get the same token ids, masks, advantages and old log-probabilities, and use GSPO's sequence ratio.
@@ -11,6 +13,10 @@ TRL's loss, log-probability head and padding run as its trainer calls them (left
 right-padded completions, one group per microbatch), with the same gradient clip and optimiser.
 Losses and gradients are compared first. TRL is timed as shipped, and with the compact head that it
 uses on a GPU. Process CPU time, one thread; with a GPU, both run on it, and the clock is read.
+
+With `--only`, one program runs alone, and the most memory that it took is printed too. `bare` is
+the model itself, one episode at a time, so without padding; its loss is the mean of the negative
+log-probabilities of the sampled tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import resource
 import sys
 import types
 from collections import defaultdict
@@ -28,8 +35,15 @@ from common import alternate, device_seconds, make_model, multi_turn_group, show
 
 from gspo_env.batch.sample import Sample
 from gspo_env.learner import GSPO, Learner, LearnerConfig
+from gspo_env.model.load import add_adapter
 
 CLIP = (0.03, 0.05)
+PROGRAMS = {
+    "ours": "ours",
+    "trl": "TRL as shipped",
+    "compact": "TRL with its compact head",
+    "bare": "the model itself",
+}
 
 
 class Peer:
@@ -86,6 +100,26 @@ class Peer:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def bare_update(model, samples: list[Sample]):
+    """Returns an optimiser step of the model itself, one episode at a time."""
+    model = copy.deepcopy(model).train()
+    model.set_attn_implementation("sdpa")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-9, weight_decay=0.0)
+
+    def update() -> None:
+        for sample in samples:
+            ids, where = torch.tensor(sample.token_ids), torch.tensor(sample.mask).nonzero()[:, 0]
+            logits = model(ids[None], logits_to_keep=where - 1).logits[0]
+            loss = torch.nn.functional.cross_entropy(logits.float(), ids[where])
+            (loss / len(samples)).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
 
 
 def _padded(group: list[Sample], prompt: int) -> dict[str, torch.Tensor]:
@@ -160,6 +194,8 @@ def main() -> None:
     parser.add_argument("--shared", type=int, default=512)
     parser.add_argument("--own", type=int, nargs=2, default=(64, 128))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--lora", type=int, default=0, help="rank of an adapter, with --only")
+    parser.add_argument("--only", choices=PROGRAMS, default="")
     arguments = parser.parse_args()
     sys.path.append(arguments.trl)
     import trl
@@ -168,37 +204,55 @@ def main() -> None:
     torch.set_num_threads(1)
     model = make_model(arguments.model, arguments.dtype)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.lora:
+        model = add_adapter(model, arguments.lora)
     rng, vocabulary = np.random.default_rng(0), model.config.vocab_size
     shape = {"shared": arguments.shared, "own": tuple(arguments.own), "vocabulary": vocabulary}
     groups = [multi_turn_group(rng, **shape) for _ in range(arguments.groups)]
+    samples = [s for group in groups for s in group]
+    if arguments.only == "bare":
+        measure_alone(bare_update(model, samples), arguments)
+        return
     config = LearnerConfig(minibatches=1, learning_rate=1e-9, warmup_steps=0)
     loss = GSPO(clip_low=CLIP[0], clip_high=CLIP[1], old_logprobs="engine")
     learner = Learner(copy.deepcopy(model), loss, config, total_steps=10**6)
+    if arguments.only == "ours":
+        measure_alone(lambda: learner.update(samples), arguments)
+        return
     groups = with_real_logprobs(learner, groups)
     samples = [s for group in groups for s in group]
     peer = Peer(model, groups, arguments.shared)
-    total = sum(len(s.token_ids) for s in samples)
-    print(f"TRL {trl.__version__}; {len(samples)} episodes, {total} tokens")
-    compare(learner, peer, samples)
     shipped = utils._use_triton
 
-    def compact() -> float:
+    def compact() -> None:
         utils._use_triton = lambda device: True
         try:
-            return device_seconds(peer.update)
+            peer.update()
         finally:
             utils._use_triton = shipped
 
-    times = alternate(
-        arguments.rounds,
-        lambda: device_seconds(lambda: learner.update(samples)),
-        lambda: device_seconds(peer.update),
-        compact,
-    )
+    if arguments.only:
+        del learner
+        measure_alone(compact if arguments.only == "compact" else peer.update, arguments)
+        return
+    total = sum(len(s.token_ids) for s in samples)
+    print(f"TRL {trl.__version__}; {len(samples)} episodes, {total} tokens")
+    compare(learner, peer, samples)
+    programs = {"ours": lambda: learner.update(samples), "trl": peer.update, "compact": compact}
+    times = alternate(arguments.rounds, *(lambda p=p: device_seconds(p) for p in programs.values()))
     ours = show("ours", times[0], "s")
-    for name, row in (("TRL as shipped", times[1]), ("TRL with its compact head", times[2])):
-        theirs = show(name, row, "s")
+    for name, row in zip(("trl", "compact"), times[1:], strict=True):
+        theirs = show(PROGRAMS[name], row, "s")
         print(f"  ours is {theirs / ours:.2f} times as fast (at least 4 expected)")
+
+
+def measure_alone(update, arguments: argparse.Namespace) -> None:
+    """Prints the seconds of an update, and the memory that it took beyond the model's."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (times,) = alternate(arguments.rounds, lambda: device_seconds(update))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    show(PROGRAMS[arguments.only], times, "s")
+    print(f"  {peak / 2**20:.2f} GiB at most, {before / 2**20:.2f} GiB before")
 
 
 if __name__ == "__main__":
