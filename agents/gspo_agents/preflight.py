@@ -345,8 +345,9 @@ def _estimate(agent: GSPOAgent, model: Any, demonstrations: Sequence[Episode]) -
     minibatches = min(settings.minibatches, episodes)
     # a minibatch has whole groups where it can, and the beginning of all prompts in any case
     part = lengths.computed(math.ceil(groups / minibatches), episodes / minibatches)
-    played = steps * batch + config.steps * episodes
-    learned = steps * imitated + config.steps * minibatches * part
+    rollouts = config.steps or int(not steps)  # a run that learns nothing: as if it had a step
+    played = steps * batch + rollouts * episodes
+    learned = steps * imitated + rollouts * minibatches * part
     share = played * lengths.sampled / learned
     samples = partial(_random_samples, lengths, share, usable_ids(model))
 
@@ -623,9 +624,10 @@ def _random_samples(lengths: Lengths, share: float, vocabulary: int, tokens: int
         tokens: The number of tokens.
     """
     draw = np.random.default_rng(0)
-    count = max(1, round(tokens * share / lengths.sampled))
+    turn = max(1.0, lengths.sampled)
+    count = max(1, round(tokens * share / turn))
     sampled = max(1, round(tokens * share / count))
-    observed = round(sampled * lengths.observed / lengths.sampled)
+    observed = round(sampled * lengths.observed / turn)
     first = max(1, tokens - count * (sampled + observed))
     prompt = draw.integers(0, vocabulary, first)
     later = draw.integers(0, vocabulary, (count, observed + sampled))

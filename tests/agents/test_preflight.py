@@ -167,6 +167,13 @@ def test_an_engine_too_slow_for_a_single_turn_leaves_the_prompts_to_count(agent,
     assert lengths.sampled == lengths.steps == config.rollout.max_turn_tokens
 
 
+def test_a_run_that_learns_nothing_is_estimated_too(agent):
+    config = Config(steps=0, eval_tasks=4, tracker="none")
+    expected = estimate(GSPOAgent(agent.model, Wordy, config, agent.tokenizer), ())
+    assert expected.imitation == 0.0
+    assert expected.steps == 0
+
+
 def test_what_cannot_fit_is_refused_before_training(agent, monkeypatch):
     monkeypatch.setattr("gspo_agents.preflight.free_memory", lambda model: 1000.0)
     with pytest.raises(TrainingError, match=r"does not fit into memory: weights .* are free"):
