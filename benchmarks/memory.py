@@ -29,11 +29,11 @@ STORY = {"env": "gspo/Story-v0", "rollout": {"max_turn_tokens": 40, "max_context
 WHOLE = {"model": "smollm2", "model_dtype": "float32", **STORY}
 IMITATION = {**SHORT, "steps": 1, "tasks_per_step": 8, "recipe": {"imitation_steps": 16}}
 SETTINGS = {
-    "the tiny model": ("tiny", {}),
     "SmolLM2, whole, float32": ("", WHOLE),
     "SmolLM2, LoRA": ("", {**WHOLE, "learner": {"lora_rank": 16}}),
     "SmolLM2, whole, bfloat16": ("", {**WHOLE, "model_dtype": "bfloat16"}),
     "SmolLM2, LoRA, imitation": ("smollm2", IMITATION),
+    "SmolLM2, whole, checkpointing": ("", {**WHOLE, "learner": {"checkpointing": True}}),
     "SmolLM2, LoRA, 1,200 tokens, 64 episodes": (
         "",
         {

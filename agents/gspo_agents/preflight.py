@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import gc
 import math
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,12 @@ _FILE = 2**32
 """Bytes of the largest file of a checkpoint."""
 _MARGIN = 1.1
 """Factor of the longest of a few episodes, for the longest of all."""
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Where a control group of version 2, and one of version 1, has its limit, what it uses, and what
+of this can be dropped."""
 _HOUR = 3600.0
 _BUSY = 1.3
 """Factor from which it is said that other programs use the processors."""
@@ -449,18 +456,43 @@ def _sizes(model: Any) -> Sizes:
 
 
 def free_memory(model: Any) -> float:
-    """Returns the bytes that are free on the device of a model, within the limit of a container."""
+    """Returns the bytes that are free on the device of a model, within the limits of a process."""
     if next(model.parameters()).is_cuda:
         return float(torch.cuda.mem_get_info()[0])
-    free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())
-        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(counts["inactive_file"])
-    except (OSError, ValueError, KeyError):  # no group, or one without a limit
-        return float(free)
-    return float(min(free, max(0, limit - used)))
+    limit, membership = resource.getrlimit(resource.RLIMIT_AS)[0], Path("/proc/self/cgroup")
+    addresses = math.inf
+    if limit != resource.RLIM_INFINITY:
+        addresses = limit - psutil.Process().memory_info().vms
+    groups = math.inf
+    if membership.exists():
+        groups = group_memory(Path("/sys/fs/cgroup"), membership.read_text())
+    return float(max(0.0, min(psutil.virtual_memory().available, addresses, groups)))
+
+
+def group_memory(mount: Path, membership: str) -> float:
+    """Returns the bytes that the control groups of a process leave it, of version 1 and 2.
+
+    Args:
+        mount: Where the groups are mounted; in a container, its own group may be the outermost.
+        membership: What `/proc/self/cgroup` says.
+    """
+    left = math.inf
+    for line in membership.splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = mount / "memory" if controllers else mount
+        files = _GROUP_FILES[bool(controllers)]
+        group = root / name.lstrip("/")
+        for place in (group, *group.parents[: len(group.parts) - len(root.parts)]):
+            try:
+                limit, used = (int((place / file).read_text()) for file in files[:2])
+                counts = (place / "memory.stat").read_text().splitlines()
+                cached = dict(count.split() for count in counts)[files[2]]
+            except (OSError, ValueError, KeyError):  # no such group, or one without a limit
+                continue
+            left = min(left, limit - used + int(cached))
+    return left
 
 
 @contextmanager

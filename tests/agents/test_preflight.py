@@ -5,11 +5,21 @@ import dataclasses
 import re
 from typing import ClassVar
 
+import psutil
 import pytest
 import torch
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_agents.preflight import Sizes, Work, check, estimate, memory, remedies
+from gspo_agents.preflight import (
+    Sizes,
+    Work,
+    check,
+    estimate,
+    free_memory,
+    group_memory,
+    memory,
+    remedies,
+)
 from gspo_env.config import Config, override
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.base import TextEnv
@@ -178,6 +188,44 @@ def test_what_cannot_fit_is_refused_before_training(agent, monkeypatch):
     monkeypatch.setattr("gspo_agents.preflight.free_memory", lambda model: 1000.0)
     with pytest.raises(TrainingError, match=r"does not fit into memory: weights .* are free"):
         check(agent, ())
+
+
+VERSION_1 = "12:cpu,cpuacct:/a\n4:memory:{}\n0::/\n"
+VERSION_2 = "0::{}\n"
+
+
+@pytest.mark.parametrize(
+    ("membership", "groups", "left"),
+    [
+        (VERSION_2.format("/"), {"": (900, 500, 100)}, 500),  # a container
+        (VERSION_2.format("/job"), {"job": (900, 500, 100)}, 500),
+        (VERSION_2.format("/job/step"), {"job": (900, 500, 0), "job/step": ("max", 9, 0)}, 400),
+        (VERSION_2.format("/job/step"), {"job": (900, 500, 0), "job/step": (800, 500, 0)}, 300),
+        (VERSION_2.format("/elsewhere"), {"": (900, 500, 0)}, 400),  # as the host names it
+        (VERSION_2.format("/job"), {"": ("max", 9, 0), "other": (1, 1, 0)}, float("inf")),
+        (VERSION_1.format("/job"), {"memory/job": (900, 500, 100)}, 500),
+        (VERSION_1.format("/job"), {"memory": (900, 500, 0), "memory/job": (2**63, 9, 0)}, 400),
+        (VERSION_1.format("/docker/1"), {"memory": (900, 500, 0)}, 400),
+        ("", {"": (900, 500, 0)}, float("inf")),
+    ],
+)
+def test_the_limits_of_every_group_around_a_process_count(tmp_path, membership, groups, left):
+    for name, (limit, used, cached) in groups.items():
+        place, is_old = tmp_path / name, name.startswith("memory")
+        place.mkdir(parents=True, exist_ok=True)
+        names = ("limit_in_bytes", "usage_in_bytes") if is_old else ("max", "current")
+        for file, value in zip(names, (limit, used), strict=True):
+            (place / f"memory.{file}").write_text(f"{value}\n")
+        total = "total_" * is_old
+        (place / "memory.stat").write_text(f"{total}rss 1\n{total}inactive_file {cached}\n")
+    assert group_memory(tmp_path, membership) == left
+
+
+def test_a_limit_of_addresses_counts(agent, monkeypatch):
+    monkeypatch.setattr(
+        "resource.getrlimit", lambda kind: (psutil.Process().memory_info().vms,) * 2
+    )
+    assert free_memory(agent.model) < 2**26
 
 
 def test_a_long_run_is_a_finding(agent, monkeypatch, capsys):
