@@ -38,6 +38,7 @@ from gspo_env.learner.learner import Learner
 from gspo_env.model.adapters import is_adapted
 from gspo_env.model.head import usable_ids
 from gspo_env.model.load import add_adapter
+from gspo_env.model.threads import tokens_of_pass
 from gspo_env.recipes.build import imitation_samples
 from gspo_env.tracking.console import Progress
 from gspo_env.training.curriculum import next_options
@@ -330,7 +331,10 @@ def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate | 
 
 
 def _estimate(agent: GSPOAgent, model: Any, demonstrations: Sequence[Episode]) -> Estimate | None:
-    config, free, sizes = agent.config, free_memory(agent.model), _sizes(agent.model)
+    free, sizes = free_memory(agent.model), _sizes(agent.model)
+    device = next(model.parameters()).device
+    tokens = agent.config.learner.microbatch_tokens or tokens_of_pass(model, device)
+    config = override(agent.config, {"learner": {"microbatch_tokens": tokens}})
     groups, recipe, settings = config.tasks_per_step, config.recipe, config.learner
     episodes, slots = groups * config.rollout.group_size, config.rollout.concurrency
     if not isinstance(config.engine, Transformers) or config.rollout.ray_workers:

@@ -90,9 +90,7 @@ class ShardedLearner(Learner):
     def _share(self, share: Share, first: bool) -> Minibatch:
         rows = [[sample] for sample in share.samples]
         if self._packed:
-            rows = microbatches(
-                share.samples, self.config.microbatch_tokens, share=self._share_prefixes
-            )
+            rows = microbatches(share.samples, self._row_tokens, share=self._share_prefixes)
         return Minibatch(
             microbatches=tuple(Microbatch(row=self.pack(row), samples=tuple(row)) for row in rows),
             first=first,

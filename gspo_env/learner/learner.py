@@ -40,6 +40,7 @@ from gspo_env.learner.stats import PassStats, TokenValues, UpdateStats, to_cpu
 from gspo_env.model.adapters import adapter_is_zero, is_adapted
 from gspo_env.model.check import RunMode, check_model
 from gspo_env.model.scorer import Scorer
+from gspo_env.model.threads import tokens_of_pass
 from gspo_env.registry import load_function
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ class Learner:
         if config.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy = model.to(self.device)
+        self._row_tokens = config.microbatch_tokens or tokens_of_pass(model, self.device)
         self.masters = MasterWeights(self.policy)
         self.optimizer = make_optimizer(config, self.masters.tensors, undecayed(self.policy))
         factor = partial(rate_factor, config=config, total_steps=total_steps)
@@ -183,8 +185,8 @@ class Learner:
         return [self._minibatch(part, n == 0) for n, part in enumerate(parts)]
 
     def _minibatch(self, samples: Sequence[Sample], first: bool) -> Minibatch:
-        limit, least = self.config.microbatch_tokens, AT_ONCE if self._parallel else 1
-        rows = microbatches(samples, limit, share=self._share_prefixes, least=least)
+        least = AT_ONCE if self._parallel else 1
+        rows = microbatches(samples, self._row_tokens, share=self._share_prefixes, least=least)
         return Minibatch(
             microbatches=tuple(Microbatch(row=self.pack(row), samples=tuple(row)) for row in rows),
             first=first,

@@ -44,8 +44,9 @@ class LearnerConfig:
     """Optimiser steps in a row without a finite gradient after which training stops."""
     minibatches: Annotated[int, Ge(1)] = 4
     """Optimiser steps for each rollout batch."""
-    microbatch_tokens: Annotated[int, Ge(1)] = 16384
-    """Maximum tokens of one forward and backward pass."""
+    microbatch_tokens: Annotated[int, Ge(0)] = 0
+    """Maximum tokens of one forward and backward pass. 0 takes 2,048 on a CPU for a model of 5
+    million parameters or more, and 16,384 otherwise."""
     observation_coef: Annotated[float, Ge(0)] = 0.0
     """Weight of the cross-entropy on tokens of observations, which the policy loss leaves out; 0
     computes none. See `gspo_env.learner.observations`."""

@@ -31,6 +31,7 @@ SIZES = Sizes(
     **{"layers": 10, "hidden": 2_000, "cached_token": 1_000},
     **{"pass_fixed": 1e6, "pass_token": 100_000},
 )
+ROWS = override(Config(), {"learner": {"microbatch_tokens": 16384}})
 WORK = Work(tokens=6000, longest=500, slots=64)
 
 
@@ -55,7 +56,7 @@ WORK = Work(tokens=6000, longest=500, slots=64)
     ],
 )
 def test_each_part_of_the_memory_follows_from_the_settings(changes, part, size):
-    assert memory(SIZES, override(Config(), changes), WORK)[part] == pytest.approx(size)
+    assert memory(SIZES, override(ROWS, changes), WORK)[part] == pytest.approx(size)
 
 
 def test_a_cpu_has_more_copies_in_bfloat16_and_holds_a_checkpoint_in_memory():
@@ -80,7 +81,7 @@ def test_an_engine_has_no_copy_of_weights_that_an_adapter_is_added_to(dtype):
 
 @pytest.mark.parametrize("free", [5e6, 1e8, 2e8, 4e8, 6e8])
 def test_the_flags_that_a_refusal_names_make_the_run_fit(free):
-    text = remedies(SIZES, Config(), WORK, free)
+    text = remedies(SIZES, ROWS, WORK, free)
     tried = " ".join(re.findall(r"--[a-z-]+(?: [\w.]+)?", text.partition(" more")[0]))
     changes, slots = {}, WORK.slots
     if "--lora-rank 16" in tried:
@@ -92,7 +93,7 @@ def test_the_flags_that_a_refusal_names_make_the_run_fit(free):
     if size := re.search(r"--concurrency (\d+)", tried):
         slots = int(size[1])
     dtype = {"model_dtype": "bfloat16"} if "bfloat16" in tried else {}
-    config = override(Config(), {"learner": changes, **dtype})
+    config = override(ROWS, {"learner": changes, **dtype})
     parts = memory(SIZES, config, dataclasses.replace(WORK, slots=slots))
     fits = sum(parts.values()) - 4e6 <= free
     assert fits == text.startswith("It fits")

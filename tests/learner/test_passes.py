@@ -8,7 +8,7 @@ import architectures
 import numpy as np
 import pytest
 import torch
-from learners import adapted, learner_of
+from learners import adapted, learner_of, sample_of
 
 from gspo_env.batch import Sample, pack
 from gspo_env.errors import BatchError, TrainingError
@@ -179,3 +179,14 @@ def test_only_the_minibatch_that_is_not_finite_is_skipped(kind, samples, request
                 parts.backward(minibatch)
                 parts.step()
     assert all(map(torch.equal, state(learner), state(parts)))
+
+
+@pytest.mark.parametrize(("vocabulary", "most"), [(200, 2600), (100_000, 1300)])
+def test_a_pass_of_a_model_that_is_not_small_has_few_tokens_on_a_cpu(vocabulary, most):
+    learner = learner_of(architectures.build("Qwen3", vocab_size=vocabulary))
+    turns = np.repeat([-1, 0], [1, 1299])
+    samples = [
+        sample_of(np.random.default_rng(n), np.arange(n, n + 1300) % 199, turns) for n in range(4)
+    ]
+    (minibatch,) = learner.prepare(samples)
+    assert max(len(part.row.input_ids_T) for part in minibatch.microbatches) == most
