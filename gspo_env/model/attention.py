@@ -30,6 +30,11 @@ LONG = 128
 """Queries of a row that a CPU computes block by block."""
 KEYS = 16
 """A product with a multiple of so many keys sums none of them apart."""
+PART = 1024
+"""Values that a product in half precision adds at once."""
+SPARE = 1.5
+"""Largest ratio of the values of a product to those that count. Above it, a copy of these costs
+less."""
 WASTE = 1.25
 """Largest ratio of a bucket's longest sequence to its shortest. Above it, another bucket costs
 less than the padding."""
@@ -152,13 +157,35 @@ def attend_by_products(
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     """Returns the sums of values, (N, Q, L) times (N, L, D), in the dtype of the values.
 
-    In half precision more than 1,024 values are added in parts: how oneDNN divides a longer sum
-    depends on its length, and sampling and training see different ones.
+    In half precision there may be more values, whose weight is 0: oneDNN would copy a part of them
+    first. More than `PART` are added in parts: how oneDNN divides a longer sum depends on its
+    length, and sampling and training see different ones.
     """
-    size = 1024 if is_half(values) else max(1, weights.shape[-1])
-    columns = (torch.split(weights.to(values.dtype), size, -1), torch.split(values, size, -2))
-    parts = [torch.matmul(*pair) for pair in zip(*columns, strict=True)]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    weights, length = weights.to(values.dtype), weights.shape[-1]
+    if not is_half(values):
+        return torch.matmul(weights, values)
+    if length < values.shape[-2] <= SPARE * length:
+        weights = pad(weights, (0, values.shape[-2] - length))
+    values = values[..., : weights.shape[-1], :]
+    if weights.shape[-1] <= PART:
+        return torch.matmul(weights, values)
+    if values.dim() == 3 and values.is_contiguous() and weights.shape[-1] % PART == 0:
+        shape = -1, PART  # all parts in one product
+        product = weights.unflatten(-1, shape).transpose(1, 2) @ values.unflatten(-2, shape)
+        parts = product.unbind(1)
+    else:
+        columns = torch.split(weights, PART, -1), torch.split(values, PART, -2)
+        parts = tuple(torch.matmul(*pair) for pair in zip(*columns, strict=True))
+    return torch.stack(parts).sum(0)
+
+
+def value_places(length: int) -> int:
+    """Returns for how many values a cache in half precision has places, so that no part is copied.
+
+    Args:
+        length: The number of keys.
+    """
+    return length if length <= PART else -(-length // PART) * PART
 
 
 def padded_length(length: int) -> int:

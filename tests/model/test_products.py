@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gspo_env.model.attention import attend_by_products, is_half
+from gspo_env.model.attention import attend_by_products, is_half, weighted_sum
 from gspo_env.model.load import add_adapter
 from gspo_env.model.products import attend_by_blocks, matmul, use_wide_products
 
@@ -145,3 +145,17 @@ def test_a_query_of_a_bfloat16_model_has_one_output_however_many_are_computed(le
         part = q[:, :, query], keys[:, :, near], v[:, :, near], 0.125, mask[:, :, query, near]
         alone, _ = attend_by_products(*part)
         assert torch.equal(alone, whole[:, :, query])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("length", "places"),
+    [(48, 64), (208, 1024), (1024, 1040), (1040, 2048), (1104, 1500), (2048, 2048), (3008, 3072)],
+)
+def test_places_of_a_cache_without_weight_change_no_bit_of_a_sum(dtype, length, places):
+    torch.manual_seed(0)
+    weights, values = torch.rand(6, 3, length).softmax(-1), torch.randn(6, places, 64).to(dtype)
+    total = weighted_sum(weights, values)
+    assert torch.equal(total, weighted_sum(weights, values[:, :length].contiguous()))
+    exact = weights.to(dtype).double() @ values[:, :length].double()
+    torch.testing.assert_close(total.double(), exact, rtol=0, atol=2e-3)

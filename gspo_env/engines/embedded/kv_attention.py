@@ -12,7 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.engines.embedded.prefix_attention import MAX_SPAN_RATIO, PrefixRows, causal_mask
+from gspo_env.engines.embedded.prefix_attention import (
+    MAX_SPAN_RATIO,
+    PrefixRows,
+    causal_mask,
+    places_to_read,
+)
 from gspo_env.model.attention import (
     LONG,
     MOST_SCORES,
@@ -126,7 +131,10 @@ class _Rows:
         query_rows = query.index_select(0, self._index)
         q = query_rows.view(-1, self._width, *query.shape[1:]).transpose(1, 2)
         length = padded_length(self._length) if is_half(values) else self._length
-        k, v = (self._of_rows(tensor, length) for tensor in (keys, values))
+        k, v = (
+            self._of_rows(keys, length),
+            self._of_rows(values, places_to_read(values, length, self._span)),
+        )
         if window not in self._masks:
             self._masks[window] = causal_mask(self._places, length, window)
         mask = self._masks[window]

@@ -17,7 +17,7 @@ from gspo_env.batch.packing import upload
 from gspo_env.engines.embedded.kv_attention import Queries
 from gspo_env.engines.embedded.prefix_attention import common_prefix
 from gspo_env.errors import EngineError
-from gspo_env.model.attention import padded_length
+from gspo_env.model.attention import is_half, padded_length, value_places
 from gspo_env.registry import load_function
 from gspo_env.types import IntArray
 
@@ -29,7 +29,7 @@ class KVCache:
 
     On a CPU, the numbers of a key have a distance of `capacity` in memory. A product of a few
     queries with such keys takes about half of the time. Keys there are float32, because a product
-    rounds scores to the dtype of the keys.
+    rounds scores to the dtype of the keys. Values in half precision may have more places than keys.
     """
 
     def __init__(self, model: Any, slots: int, max_context: int) -> None:
@@ -139,8 +139,10 @@ class KVCache:
 
     def _allocate(self, heads: int, like: Tensor) -> tuple[Tensor, Tensor]:
         size = like.shape[-1]
-        values = like.new_zeros(self._slots, heads, self.capacity, size)
-        if self.device.type != "cpu":
+        is_cpu = self.device.type == "cpu"
+        places = value_places(self.capacity) if is_cpu and is_half(like) else self.capacity
+        values = like.new_zeros(self._slots, heads, places, size)
+        if not is_cpu:
             return torch.zeros_like(values), values
         wide = torch.promote_types(like.dtype, torch.float32)
         keys = like.new_zeros(self._slots, heads, size, self.capacity, dtype=wide)
@@ -157,7 +159,7 @@ class KVCache:
         for index, layer in self._layers.items():
             self._layers[index] = self._allocate(layer[1].shape[1], layer[1])
             for new, old in zip(self._layers[index], layer, strict=True):
-                new[:, :, :before] = old
+                new[:, :, :before] = old[:, :, :before]
 
 
 class _Step:

@@ -12,7 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.model.attention import KEYS, padded_length, weighted_sum
+from gspo_env.model.attention import (
+    KEYS,
+    is_half,
+    padded_length,
+    value_places,
+    weighted_sum,
+)
 from gspo_env.types import IntArray
 
 MAX_SPAN_RATIO = 2
@@ -101,29 +107,44 @@ class PrefixRows:
         shared, size = keys.shape[1], keys.shape[3]
         q = query.index_select(0, self._index).to(keys.dtype).mul_(scale)
         q = q.view(self.total, shared, -1, size)
-        suffix_keys = self._of_rows(keys, self._length).transpose(1, 2)
+        suffix_keys = self._of_rows(keys, self._length, self._end).transpose(1, 2)
         suffix = torch.bmm(q.index_select(0, self._of_span).flatten(0, 1), suffix_keys)
         suffix = suffix.view(-1, *q.shape[1:3], suffix.shape[-1]).index_select(0, self._rows)
-        parts, first = [], 0
-        for slot, count in zip(self._anchors, self._sizes, strict=True):
-            rows = slice(first, first := first + count)
-            heads = q[rows].transpose(0, 1).reshape(shared, -1, size)
-            prefix = torch.bmm(heads, keys[slot, :, : self._length].transpose(1, 2))
-            prefix = prefix.view(shared, count, -1, self._length).transpose(0, 1)
-            parts.append(torch.cat([prefix, suffix[rows]], 3))
+        heads = q.transpose(0, 1).reshape(shared, -1, size)
+        parts = [
+            torch.bmm(part, keys[slot, :, : self._length].transpose(1, 2))
+            for slot, part in zip(
+                self._anchors, heads.split([n * q.shape[2] for n in self._sizes], 1), strict=True
+            )
+        ]
+        prefix = torch.cat(parts, 1).view(shared, self.total, -1, self._length).transpose(0, 1)
         if window not in self._masks:
             self._masks[window] = causal_mask(self._places[:, None], self._end, window)
-        scores = torch.cat(parts).add_(self._masks[window])
+        scores = torch.cat([prefix, suffix], 3).add_(self._masks[window])
         weights = scores.softmax(-1).to(values.dtype).index_select(0, self._of_span)
-        out = weighted_sum(weights.flatten(0, 1), self._of_rows(values, 0))
+        last = places_to_read(values, self._end, self._span)
+        out = weighted_sum(weights.flatten(0, 1), self._of_rows(values, 0, last))
         return out.view(-1, *query.shape[1:]).index_select(0, self._rows)
 
-    def _of_rows(self, tensor: Tensor, start: int) -> Tensor:
-        """Returns the keys or values of the rows from a place on, (B * Hkv, L, D)."""
-        part = tensor[:, :, start : self._end]
+    def _of_rows(self, tensor: Tensor, start: int, end: int) -> Tensor:
+        """Returns the keys or values of the rows at some places, (B * Hkv, L, D)."""
+        part = tensor[:, :, start:end]
         if self._span is None:
             return part.index_select(0, self._slots).flatten(0, 1)
         return part[self._span[0] : self._span[1]].flatten(0, 1)
+
+
+def places_to_read(values: Tensor, length: int, span: tuple[int, int] | None) -> int:
+    """Returns how many values of each row a step reads: all, where a part would be copied.
+
+    Args:
+        values: The values of all slots.
+        length: The number of keys that the step reads.
+        span: The range of slots that is read; None copies single slots.
+    """
+    if values.device.type != "cpu" or not is_half(values):
+        return length
+    return values.shape[2] if span else min(values.shape[2], value_places(length))
 
 
 def causal_mask(place_BQ: Tensor, length: int, window: int | None) -> Tensor:
