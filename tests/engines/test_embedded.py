@@ -229,6 +229,21 @@ def test_a_step_of_many_logits_is_sampled_in_parts_with_the_same_bits(monkeypatc
         assert sample(logits, [1.0] * 9, draws[:9]) == plain
 
 
+@pytest.mark.parametrize("size", [500, 8192, 10_001, 49_152])
+def test_the_sampled_id_is_where_the_sum_of_probabilities_passes_the_draw(size):
+    torch.manual_seed(0)
+    logits, rng = 4 * torch.randn(3, size), random.Random(0)
+    logits[1, 7:-7] = logits[2, : size // 2] = -torch.inf
+    rows = [n % 3 for n in range(600)]
+    draws = [0.0, 0.0, 0.0, *[1 - 2**-53] * 3, *(rng.random() for _ in rows[6:])]
+    tokens, logprobs = sample(logits, [1.0] * len(rows), draws, rows)
+    probs = logits.double().softmax(-1)
+    total = probs.cumsum(-1)
+    for row, draw, token, logprob in zip(rows, draws, tokens, logprobs, strict=True):
+        assert total[row, token] - probs[row, token] - 1e-6 < draw < total[row, token] + 1e-6
+        assert logprob == pytest.approx(float(probs[row, token].log()), abs=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_long_prompts_of_several_lengths_have_the_logprobs_of_a_plain_pass(window):
     name = "Qwen2" if window is None else "Mistral"

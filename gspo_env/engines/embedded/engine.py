@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gspo_env.batch.packing import upload
 from gspo_env.engines.base import Completion, Engine, NamedTensors, Sampling, check_room, drained
@@ -29,6 +30,9 @@ from gspo_env.model.threads import keep_memory
 
 _MOST_LOGITS = 1 << 19
 """Logits that a CPU samples from at the same time: more do not fit into its cache."""
+_LARGE, _BLOCK = 8192, 128
+"""Ids from which a CPU draws a block of so many ids first."""
+_BELOW_1 = 1.0 - 2.0**-53
 
 
 class TransformersEngine(Engine):
@@ -287,14 +291,35 @@ def sample(
 def _draw(logits_DV: Tensor, draw_DN: Tensor, greedy_D: Tensor | None) -> Tensor:
     """Draws N ids from each of D rows; returns them and their log-probabilities, (2, D, N)."""
     probs = logits_DV.softmax(-1)
-    # float64, because rounding in a float32 sum would make the last ids of a large vocabulary rarer
-    total = probs.cumsum(-1, dtype=torch.float64)
-    ids = torch.searchsorted(total, draw_DN * total[:, -1:], right=True)
-    ids.clamp_(max=logits_DV.shape[-1] - 1)
+    is_large = probs.device.type == "cpu" and probs.shape[-1] >= _LARGE
+    ids = _draw_in_blocks(probs, draw_DN) if is_large else _pass(probs, draw_DN)[0]
     if greedy_D is not None:
         ids = torch.where(greedy_D[:, None], probs.argmax(-1, keepdim=True), ids)
     # float64 holds every id and every float32 exactly
     return torch.stack([ids.double(), probs.gather(-1, ids).log().double()])
+
+
+def _pass(weights_DV: Tensor, draw_DN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns where the sums of weights pass a share of the whole; the sums, and these shares."""
+    # float64, because rounding in a float32 sum would make the last ids of a large vocabulary rarer
+    total = weights_DV.cumsum(-1, dtype=torch.float64)
+    target = draw_DN * total[:, -1:]
+    ids = torch.searchsorted(total, target, right=True)
+    return ids.clamp_(max=weights_DV.shape[-1] - 1), total, target
+
+
+def _draw_in_blocks(probs_DV: Tensor, draw_DN: Tensor) -> Tensor:
+    """Returns the drawn ids, (D, N): first a block of ids, then one of it.
+
+    On a CPU the sums over a large vocabulary take several times as long.
+    """
+    blocks = pad(probs_DV, (0, -probs_DV.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    sums = blocks.sum(-1)
+    block_DN, total, target = _pass(sums, draw_DN)
+    share = (target - total.gather(1, block_DN)) / sums.gather(1, block_DN) + 1.0
+    inside = blocks.gather(1, block_DN[..., None].expand(-1, -1, _BLOCK)).flatten(0, 1)
+    ids = _pass(inside, share.clamp_(0.0, _BELOW_1).flatten()[:, None])[0]
+    return block_DN * _BLOCK + ids.view_as(block_DN)
 
 
 def _distributions(
