@@ -170,9 +170,9 @@ def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     if weights.shape[-1] <= PART:
         return torch.matmul(weights, values)
     if values.dim() == 3 and values.is_contiguous() and weights.shape[-1] % PART == 0:
-        shape = -1, PART  # all parts in one product
-        product = weights.unflatten(-1, shape).transpose(1, 2) @ values.unflatten(-2, shape)
-        parts = product.unbind(1)
+        rows = weights.view(*weights.shape[:2], -1, PART).transpose(1, 2)
+        product = rows @ values.view(len(values), -1, *values[0, :PART].shape)
+        parts = product.unbind(1)  # of one product
     else:
         columns = torch.split(weights, PART, -1), torch.split(values, PART, -2)
         parts = tuple(torch.matmul(*pair) for pair in zip(*columns, strict=True))

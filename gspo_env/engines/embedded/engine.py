@@ -313,7 +313,8 @@ def _draw_in_blocks(probs_DV: Tensor, draw_DN: Tensor) -> Tensor:
 
     On a CPU the sums over a large vocabulary take several times as long.
     """
-    blocks = pad(probs_DV, (0, -probs_DV.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    padded = pad(probs_DV, (0, -probs_DV.shape[-1] % _BLOCK))
+    blocks = padded.view(len(padded), -1, _BLOCK)
     sums = blocks.sum(-1)
     block_DN, total, target = _pass(sums, draw_DN)
     share = (target - total.gather(1, block_DN)) / sums.gather(1, block_DN) + 1.0

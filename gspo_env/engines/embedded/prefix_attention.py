@@ -114,7 +114,9 @@ class PrefixRows:
         parts = [
             torch.bmm(part, keys[slot, :, : self._length].transpose(1, 2))
             for slot, part in zip(
-                self._anchors, heads.split([n * q.shape[2] for n in self._sizes], 1), strict=True
+                self._anchors,
+                torch.split(heads, [n * q.shape[2] for n in self._sizes], 1),
+                strict=True,
             )
         ]
         prefix = torch.cat(parts, 1).view(shared, self.total, -1, self._length).transpose(0, 1)
