@@ -313,8 +313,9 @@ def _draw_in_blocks(probs_DV: Tensor, draw_DN: Tensor) -> Tensor:
 
     On a CPU the sums over a large vocabulary take several times as long.
     """
-    padded = pad(probs_DV, (0, -probs_DV.shape[-1] % _BLOCK))
-    blocks = padded.view(len(padded), -1, _BLOCK)
+    if missing := -probs_DV.shape[-1] % _BLOCK:
+        probs_DV = pad(probs_DV, (0, missing))
+    blocks = probs_DV.view(len(probs_DV), -1, _BLOCK)
     sums = blocks.sum(-1)
     block_DN, total, target = _pass(sums, draw_DN)
     share = (target - total.gather(1, block_DN)) / sums.gather(1, block_DN) + 1.0
