@@ -36,6 +36,7 @@ from gspo_env.errors import TrainingError
 from gspo_env.health.findings import Finding
 from gspo_env.learner.learner import Learner
 from gspo_env.model.adapters import is_adapted
+from gspo_env.model.attention import value_places
 from gspo_env.model.head import usable_ids
 from gspo_env.model.load import add_adapter
 from gspo_env.model.threads import tokens_of_pass
@@ -176,7 +177,9 @@ def memory(sizes: Sizes, config: Config, work: Work) -> dict[str, float]:
     packed = (is_half or sizes.packed) and not adapted  # the weights in the order of kernels
     copies = reference + 2 * bool(config.supply.max_staleness) + packed
     scale = weight / sizes.weight
-    cached = sizes.cached_token * scale * (1.5 if is_half else 1.0)
+    places = float(work.longest)
+    if is_half:  # the keys alone take as much as keys and values
+        places += value_places(work.longest) / 2
     activations = sizes.pass_token * scale
     if settings.checkpointing:  # the input of each layer, and one layer at a time
         activations = sizes.hidden * scale * (sizes.layers + 2) + activations / sizes.layers
@@ -187,7 +190,7 @@ def memory(sizes: Sizes, config: Config, work: Work) -> dict[str, float]:
         "copies": float(copies * whole),
         "gradients": gradients,
         "optimiser": float((moments + 4 * half) * trained),
-        "cache": work.slots * work.longest * cached,
+        "cache": work.slots * places * sizes.cached_token * scale,
         "program": _PROGRAM * sizes.on_cpu,
     }
     freed = gradients if work.tokens <= row else 0.0

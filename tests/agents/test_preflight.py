@@ -64,6 +64,8 @@ def test_a_cpu_has_more_copies_in_bfloat16_and_holds_a_checkpoint_in_memory():
     parts = memory(on_cpu, config, WORK)
     assert parts["copies"] == 2e6  # in the order of the engine's kernels
     assert parts["cache"] == 64 * 500 * 750  # keys in float32
+    long = memory(on_cpu, config, dataclasses.replace(WORK, longest=1500))
+    assert long["cache"] == 64 * (1500 * 500 + 2048 * 250)  # values in parts of 1,024
     small = dataclasses.replace(WORK, tokens=1, longest=1)
     parts = memory(on_cpu, Config(), small)
     assert parts["gradients"] + parts["checkpoint"] == 12e6  # not at the same time
