@@ -483,7 +483,7 @@ def group_memory(mount: Path, membership: str) -> float:
         mount: Where the groups are mounted; in a container, its own group may be the outermost.
         membership: What `/proc/self/cgroup` says.
     """
-    left = math.inf
+    least = math.inf
     for line in membership.splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -498,8 +498,8 @@ def group_memory(mount: Path, membership: str) -> float:
                 cached = dict(count.split() for count in counts)[files[2]]
             except (OSError, ValueError, KeyError):  # no such group, or one without a limit
                 continue
-            left = min(left, limit - used + int(cached))
-    return left
+            least = min(least, limit - used + int(cached))
+    return least
 
 
 @contextmanager
