@@ -19,6 +19,7 @@ from gspo_env.errors import ModelError
 from gspo_env.model import check as check_module
 from gspo_env.model.attention import RAGGED
 from gspo_env.model.check import BOUND, NOISE, RunMode, check_model
+from gspo_env.model.load import add_adapter, load_model
 
 LAYERS = {
     "Qwen3.5": "model.layers.0.linear_attn (Qwen3_5GatedDeltaNet)",
@@ -260,3 +261,17 @@ def test_sequences_of_similar_length_run_as_one_padded_batch_with_the_same_numbe
 @pytest.mark.parametrize("name", ROPE)
 def test_a_batch_is_not_padded_if_its_longest_sequence_changes_the_others(name):
     assert not check_model(architectures.build(name)).padded
+
+
+@pytest.mark.real
+def test_products_of_another_library_stay_far_below_the_bound_with_adapters_of_a_real_model():
+    base, _ = load_model("smollm2")
+    for seed in (1, 3):
+        model = add_adapter(copy.deepcopy(base), 16, seed)
+        generator = torch.Generator().manual_seed(seed)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.02, generator=generator)
+        check = check_model(model)
+        assert check.mode is RunMode.SHARED
+        assert max(check.packed.nats, check.shared.nats) <= check.bound / 4
