@@ -362,7 +362,8 @@ def show(runs_by_arm: dict[str, list[list[Mapping[str, float]]]], goal: float) -
     for arm in ARMS[:2]:
         most = "" if np.isfinite(medians["TRL"]) else "less than "
         ratio = medians[arm] / float(np.median(least["TRL"]))
-        print(f"{arm}: {most}{ratio:.3f} of TRL's time (medians of the seeds)")
+        share = f"{most}{ratio:.3f} of TRL's time (medians of the seeds)"
+        print(f"{arm}: {share if np.isfinite(ratio) else 'did not reach the goal'}")
     steps = {
         arm: np.median([lines[-1]["processor"] / len(lines) for lines in r])
         for arm, r in runs_by_arm.items()
