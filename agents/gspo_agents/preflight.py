@@ -80,6 +80,9 @@ _GROUP_FILES = (
 )
 """Where a control group of version 2, and one of version 1, has its limit, what it uses, and what
 of this can be dropped."""
+_DISTINCT = 0.3
+"""Share of a group's episodes that differ from the first where the policy has imitated: the time of
+a run of SmolLM2 follows from it. The memory has to suffice if all differ."""
 _HOUR = 3600.0
 _BUSY = 1.3
 """Factor from which it is said that other programs use the processors."""
@@ -116,7 +119,7 @@ class Rates:
     decoded_token: float
     """What each sequence adds to a step."""
 
-    def rollout(self, lengths: Lengths, groups: int, episodes: int, slots: int) -> float:
+    def rollout(self, lengths: Lengths, groups: int, episodes: float, slots: int) -> float:
         """Estimates the seconds in which an engine plays groups of episodes."""
         prompts = lengths.computed(groups, episodes) - episodes * lengths.sampled
         steps = math.ceil(episodes / slots) * lengths.steps
@@ -365,6 +368,10 @@ def _estimate(agent: GSPOAgent, model: Any, demonstrations: Sequence[Episode]) -
     share = played * lengths.sampled / learned
     samples = partial(_random_samples, lengths, share, usable_ids(model))
 
+    others = _DISTINCT if batch else 1.0
+    distinct = groups + (episodes - groups) * others
+    computed = lengths.computed(math.ceil(groups / minibatches), distinct / minibatches)
+
     def training(tokens: float) -> float:
         passes = math.ceil(tokens / settings.microbatch_tokens)
         return passes * trained_pass + tokens * trained_token
@@ -387,8 +394,8 @@ def _estimate(agent: GSPOAgent, model: Any, demonstrations: Sequence[Episode]) -
         parts=_refuse(sizes, config, work, free),
         free=free,
         imitation=steps * training(imitated),
-        rollout=rates.rollout(lengths, groups, episodes, slots),
-        update=minibatches * (training(part) + scored * part * scored_token),
+        rollout=rates.rollout(lengths, groups, distinct, slots),
+        update=minibatches * (training(computed) + scored * computed * scored_token),
         evaluation=rates.rollout(lengths, config.eval_tasks, 2 * config.eval_tasks, slots),
         steps=config.steps,
         evaluations=1 + (math.ceil(config.steps / config.eval_every) if config.eval_every else 1),
