@@ -80,7 +80,6 @@ class SmolLM2(Imitate):
             "minibatches": 2,
             "max_grad_norm": 0.03,
             "lora_rank": 16,
-            "microbatch_tokens": 2048,
         },
     }
 
