@@ -368,8 +368,7 @@ def _estimate(agent: GSPOAgent, model: Any, demonstrations: Sequence[Episode]) -
     share = played * lengths.sampled / learned
     samples = partial(_random_samples, lengths, share, usable_ids(model))
 
-    others = _DISTINCT if batch else 1.0
-    distinct = groups + (episodes - groups) * others
+    distinct = groups + (episodes - groups) * (_DISTINCT if batch else 1.0)
     computed = lengths.computed(math.ceil(groups / minibatches), distinct / minibatches)
 
     def training(tokens: float) -> float:

@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 
 import architectures
+import numpy as np
 import pytest
 import torch
 from logprobs import difference
@@ -242,6 +243,13 @@ def test_the_sampled_id_is_where_the_sum_of_probabilities_passes_the_draw(size):
     for row, draw, token, logprob in zip(rows, draws, tokens, logprobs, strict=True):
         assert total[row, token] - probs[row, token] - 1e-6 < draw < total[row, token] + 1e-6
         assert logprob == pytest.approx(float(probs[row, token].log()), abs=1e-5)
+
+
+@pytest.mark.parametrize("size", [500, 8192, 50_257])
+def test_logits_that_are_no_numbers_give_an_id_and_a_log_probability_that_is_none(size):
+    (token,), (logprob,) = sample(torch.full((1, size), torch.nan), [1.0], [0.5])
+    assert 0 <= token < size
+    assert np.isnan(logprob)
 
 
 @pytest.mark.parametrize("window", [None, 100])

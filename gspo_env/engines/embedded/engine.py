@@ -313,7 +313,8 @@ def _draw_in_blocks(probs_DV: Tensor, draw_DN: Tensor) -> Tensor:
 
     On a CPU the sums over a large vocabulary take several times as long.
     """
-    if missing := -probs_DV.shape[-1] % _BLOCK:
+    vocabulary = probs_DV.shape[-1]
+    if missing := -vocabulary % _BLOCK:
         probs_DV = pad(probs_DV, (0, missing))
     blocks = probs_DV.view(len(probs_DV), -1, _BLOCK)
     sums = blocks.sum(-1)
@@ -321,7 +322,7 @@ def _draw_in_blocks(probs_DV: Tensor, draw_DN: Tensor) -> Tensor:
     share = (target - total.gather(1, block_DN)) / sums.gather(1, block_DN) + 1.0
     inside = blocks.gather(1, block_DN[..., None].expand(-1, -1, _BLOCK)).flatten(0, 1)
     ids = _pass(inside, share.clamp_(0.0, _BELOW_1).flatten()[:, None])[0]
-    return block_DN * _BLOCK + ids.view_as(block_DN)
+    return (block_DN * _BLOCK + ids.view_as(block_DN)).clamp_(max=vocabulary - 1)
 
 
 def _distributions(

@@ -131,10 +131,8 @@ class _Rows:
         query_rows = query.index_select(0, self._index)
         q = query_rows.view(-1, self._width, *query.shape[1:]).transpose(1, 2)
         length = padded_length(self._length) if is_half(values) else self._length
-        k, v = (
-            self._of_rows(keys, length),
-            self._of_rows(values, places_to_read(values, length, self._span)),
-        )
+        k = self._of_rows(keys, length)
+        v = self._of_rows(values, places_to_read(values, length, self._span))
         if window not in self._masks:
             self._masks[window] = causal_mask(self._places, length, window)
         mask = self._masks[window]

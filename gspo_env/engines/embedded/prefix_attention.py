@@ -12,13 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.model.attention import (
-    KEYS,
-    is_half,
-    padded_length,
-    value_places,
-    weighted_sum,
-)
+from gspo_env.model.attention import KEYS, is_half, padded_length, value_places, weighted_sum
 from gspo_env.types import IntArray
 
 MAX_SPAN_RATIO = 2
