@@ -252,6 +252,28 @@ def test_logits_that_are_no_numbers_give_an_id_and_a_log_probability_that_is_non
     assert np.isnan(logprob)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_sequence_without_numbers_ends_and_spoils_none_beside_or_after_it(dtype):
+    model = architectures.build("Qwen2", tie_word_embeddings=False).to(getattr(torch, dtype))
+    model.get_input_embeddings().weight.data[7] = torch.nan
+    engine, fresh = (TransformersEngine(model, max_slots=3, max_context=100) for _ in range(2))
+
+    async def play(engine, *prompts):
+        jobs = [engine.generate(p, Sampling(max_tokens=9, seed=1), str(p)) for p in prompts]
+        return await asyncio.gather(*jobs)
+
+    others = [3, 4, 5], list(range(10, 90))
+    bad, *beside = asyncio.run(play(engine, [3] * 50 + [7] * 9, *others))
+    assert len(bad.logprobs) == 1
+    assert np.isnan(bad.logprobs[0])
+    turns = [[*p, *d.token_ids, 9] for p, d in zip(others, beside, strict=True)]
+    after = asyncio.run(play(engine, [5, 4, 3], *turns))
+    alone = [*asyncio.run(play(fresh, *others)), *asyncio.run(play(fresh, [5, 4, 3], *turns))]
+    for done, expected in zip([*beside, *after], alone, strict=True):
+        assert done.token_ids == expected.token_ids
+        assert done.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_long_prompts_of_several_lengths_have_the_logprobs_of_a_plain_pass(window):
     name = "Qwen2" if window is None else "Mistral"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -238,11 +239,15 @@ class TransformersEngine(Engine):
             if ended:
                 self._sequences.leave(slot, ended)
             self._sequences.part(slot, parts)
+        if isnan(sum(logprobs)):  # its keys and values would spoil later sequences of the slot
+            self._cache.drop()
+            self._sequences.forget()
 
     def _ended(self, request: Request) -> bool:
-        """Completes a request if its last token ends the action."""
+        """Completes a request if its last token ends the action, or came from no distribution."""
         stopped = request.sampling.ended(request.token_ids)
-        if not stopped and len(request.token_ids) < request.sampling.max_tokens:
+        ended = stopped or isnan(request.logprobs[-1])
+        if not ended and len(request.token_ids) < request.sampling.max_tokens:
             return False
         reason = "stop" if stopped else "length"
         request.future.set_result(
