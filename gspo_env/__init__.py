@@ -15,6 +15,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 register_builtin()
 
-# Read when torch is loaded. Threads that spin while they wait for each other make a run many times
-# slower as soon as another process needs a core.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Read when torch is loaded. Threads that spin for long while they wait for each other make a run
+# many times slower as soon as another process needs a core; those that never spin wake up late.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # some 20 microseconds

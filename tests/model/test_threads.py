@@ -23,7 +23,7 @@ print(torch.get_num_threads())
 
 
 def run(program, **variables):
-    rest = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    rest = {k: value for k, value in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
     return run_python("-c", program, env=rest | variables, check=True).stdout.strip()
 
 
@@ -35,11 +35,16 @@ def test_a_small_model_computes_with_one_thread_unless_the_user_chose(own, small
 
 
 @pytest.mark.parametrize(
-    ("own", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")]
+    ("own", "waiting"),
+    [
+        ({}, "PASSIVE 1000"),
+        ({"GOMP_SPINCOUNT": "7"}, "PASSIVE 7"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None"),
+    ],
 )
-def test_threads_wait_passively_unless_the_user_chose(own, policy):
-    program = "import gspo_env, os; print(os.environ['OMP_WAIT_POLICY'])"
-    assert run(program, **own) == policy
+def test_threads_spin_briefly_while_they_wait_unless_the_user_chose(own, waiting):
+    values = "os.environ['OMP_WAIT_POLICY'], os.environ.get('GOMP_SPINCOUNT')"
+    assert run(f"import gspo_env, os; print({values})", **own) == waiting
 
 
 def test_a_worker_of_a_comparison_takes_no_more_threads_than_the_user_allows():
