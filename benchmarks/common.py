@@ -1,27 +1,21 @@
-"""Shared by the benchmarks: a model that plays, its episodes, and alternating timing."""
+"""Shared by the benchmarks: models, episodes, and alternating timing."""
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from gspo_env.batch.sample import Sample
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.registration import make_env
 from gspo_env.recipes.build import build, imitation_samples, warm_up
 from gspo_env.recipes.tiny import Tiny
-from gspo_env.rollout.collector import Collector, RolloutConfig
-from gspo_env.rollout.pool import EnvPool
-from gspo_env.runtime.loops import rare_garbage_collection, run_alone
-from gspo_env.types import Group, Task
+from gspo_env.rollout.settings import RolloutConfig
 
 ENV = "gspo/Lookup-v0"
 LIMITS = {"max_turn_tokens": 32, "max_context": 512}
@@ -30,11 +24,13 @@ LIMITS = {"max_turn_tokens": 32, "max_context": 512}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Player:
-    """The default model after a short warm-up, so that it ends its turns."""
+    """A model that ends its turns, and the environment that it plays."""
 
     model: Any
     tokenizer: Any
     chat: ChatTokenizer
+    env_id: str = ENV
+    limits: RolloutConfig = field(default_factory=lambda: RolloutConfig(**LIMITS))
 
 
 def make_player(steps: int = 100) -> Player:
@@ -45,31 +41,6 @@ def make_player(steps: int = 100) -> Player:
     chat = ChatTokenizer(tokenizer)
     warm_up(model, imitation_samples(demonstrations, chat), config, 0, lambda step, loss: None)
     return Player(model=model, tokenizer=tokenizer, chat=chat)
-
-
-def load_player(folder: str | Path) -> Player:
-    """Loads a saved model of the default recipe."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    return Player(model=model, tokenizer=tokenizer, chat=ChatTokenizer(tokenizer))
-
-
-def make_collector(player: Player, config: RolloutConfig) -> Collector:
-    """Makes the collector of the default recipe."""
-    engine = TransformersEngine(
-        player.model, max_slots=config.concurrency, max_context=config.max_context
-    )
-    return Collector(engine, player.chat, EnvPool(lambda: make_env(ENV)), config)
-
-
-def collect(collector: Collector, tasks: int = 32, seed: int = 0) -> list[Group]:
-    """Collects one rollout batch with an empty cache."""
-    batch = [Task(env_id=ENV, seed=n) for n in range(tasks)]
-    asyncio.run(collector.engine.update_weights([], seed))
-    with rare_garbage_collection():  # as a run does
-        return run_alone(collector.collect(batch, seed=seed))
 
 
 def alternate(rounds: int, *programs: Callable[[], float]) -> list[list[float]]:

@@ -1,6 +1,7 @@
 """Compares a rollout with default settings with plain loops over the same model.
 
     python benchmarks/rollout.py [--rounds 9] [--start FOLDER | --run FOLDER]
+    python benchmarks/rollout.py --model smollm2 [--rounds 9] [--start FOLDER]
 
 There are two baselines, which run alternately with ours in this process. Both are loops with a KV
 cache that sample tokens and keep log-probabilities. They have no environment, and their rows are
@@ -15,33 +16,35 @@ a saved model of the default recipe, such as that of a run (`FOLDER/model`); wit
 trained for 300 steps. `--run` measures the model of each checkpoint of a run with default settings:
 
     gspo-env train --output FOLDER --checkpoints.save-every 3 --checkpoints.keep 20
+
+With `--model smollm2`, the model and its task are those of `time_to_success.py`, and FOLDER has the
+adapter that has imitated; without one it imitates first.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import copy
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
-from common import (
-    LIMITS,
-    Player,
-    alternate,
-    collect,
-    cpu_seconds,
-    load_player,
-    make_collector,
-    make_player,
-    show,
-)
+from common import Player, alternate, cpu_seconds, make_player, show
 from safetensors.torch import load_file
-from transformers import DynamicCache
+from time_to_success import TRAININGS, make_start, start_agent
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.engines.embedded.engine import TransformersEngine
+from gspo_env.env.registration import make_env
+from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.pool import EnvPool
+from gspo_env.runtime.loops import rare_garbage_collection, run_alone
 from gspo_env.training.checkpoints import step_folders
+from gspo_env.types import Group, Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +80,47 @@ class Rates:
         ]
 
 
+def load_player(folder: Path) -> Player:
+    """Loads a saved model of the default recipe."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    return Player(model=model, tokenizer=tokenizer, chat=ChatTokenizer(tokenizer))
+
+
+def load_real(name: str, start: str) -> Player:
+    """Loads a real model with the adapter that has imitated."""
+    training = TRAININGS[name]
+    folder = Path(start or tempfile.mkdtemp(prefix="rollout-"), *([] if start else ["start"]))
+    if not start:
+        make_start(training, folder)
+    agent = start_agent(training, folder, 0)
+    torch.set_num_threads(1)
+    return Player(
+        model=agent.model,
+        tokenizer=agent.tokenizer,
+        chat=agent.chat,
+        env_id=training.env_id,
+        limits=agent.config.rollout,
+    )
+
+
+def make_collector(player: Player) -> Collector:
+    """Makes the collector of a recipe."""
+    limits = player.limits
+    engine = TransformersEngine(
+        player.model, max_slots=limits.concurrency, max_context=limits.max_context
+    )
+    return Collector(engine, player.chat, EnvPool(lambda: make_env(player.env_id)), limits)
+
+
+def collect(collector: Collector, env_id: str, tasks: int, seed: int = 0) -> list[Group]:
+    """Collects one rollout batch with an empty cache."""
+    batch = [Task(env_id=env_id, seed=n) for n in range(tasks)]
+    asyncio.run(collector.engine.update_weights([], seed))
+    with rare_garbage_collection():  # as a run does
+        return run_alone(collector.collect(batch, seed=seed))
+
+
 def plain_rate(model, shape: Shape) -> float:
     """Sampled tokens per second of a plain loop over turns and tokens."""
     cache = DynamicCache()
@@ -101,10 +145,10 @@ def plain_rate(model, shape: Shape) -> float:
         return shape.rows * shape.turns * shape.action / cpu_seconds(loop)
 
 
-def measure(collector: Collector, player: Player, rounds: int) -> Rates:
+def measure(collector: Collector, player: Player, rounds: int, tasks: int = 32) -> Rates:
     """Measures one model, alternately with the loops over a copy of it."""
     before = collector.engine.fed_tokens
-    episodes = [e for group in collect(collector) for e in group.episodes]
+    episodes = [e for group in collect(collector, player.env_id, tasks) for e in group.episodes]
     fed = collector.engine.fed_tokens - before
     turns = sum(len(e.turns) for e in episodes)
     model_tokens = sum(e.model_tokens for e in episodes)
@@ -121,6 +165,8 @@ def measure(collector: Collector, player: Player, rounds: int) -> Rates:
     )
     decode = Shape(rows=rows, prompt=round(length / 2), turns=1, action=32, observation=0)
     plain = copy.deepcopy(player.model).eval()
+    if hasattr(plain, "merge_and_unload"):
+        plain = plain.merge_and_unload()
     plain.set_attn_implementation("sdpa")
 
     def ours() -> float:
@@ -128,7 +174,8 @@ def measure(collector: Collector, player: Player, rounds: int) -> Rates:
 
         def work() -> None:
             nonlocal sampled
-            sampled = sum(e.model_tokens for g in collect(collector, seed=1) for e in g.episodes)
+            groups = collect(collector, player.env_id, tasks, seed=1)
+            sampled = sum(e.model_tokens for g in groups for e in g.episodes)
 
         taken = cpu_seconds(work)
         return sampled / taken
@@ -158,7 +205,7 @@ def show_rates(rates: Rates) -> None:
 def follow_run(run: Path, rounds: int) -> None:
     """Prints the ratios for each checkpoint of a run, and how they are in the middle."""
     player = load_player(run / "checkpoints" / "start")
-    collector = make_collector(player, RolloutConfig(**LIMITS))
+    collector = make_collector(player)
     print("after step  sampled tokens/s  of the same batch  of decode only  tokens computed")
     rows = []
     for folder in step_folders(run / "checkpoints"):
@@ -190,18 +237,24 @@ def main() -> None:
     """Prints the rates and the ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--start", default="")
-    model.add_argument("--run", type=Path)
+    parser.add_argument("--model", choices=sorted(TRAININGS), default="tiny")
+    folder = parser.add_mutually_exclusive_group()
+    folder.add_argument("--start", default="")
+    folder.add_argument("--run", type=Path)
     arguments = parser.parse_args()
     if arguments.run:
         if not step_folders(arguments.run / "checkpoints"):
             parser.error(f"{arguments.run} has no checkpoints; see --checkpoints.keep")
         follow_run(arguments.run, arguments.rounds)
         return
-    player = load_player(arguments.start) if arguments.start else make_player(steps=300)
-    collector = make_collector(player, RolloutConfig(**LIMITS))
-    show_rates(measure(collector, player, arguments.rounds))
+    if arguments.model != "tiny":
+        player = load_real(arguments.model, arguments.start)
+    elif arguments.start:
+        player = load_player(Path(arguments.start))
+    else:
+        player = make_player(steps=300)
+    tasks = TRAININGS[arguments.model].tasks
+    show_rates(measure(make_collector(player), player, arguments.rounds, tasks))
 
 
 if __name__ == "__main__":

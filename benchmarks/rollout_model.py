@@ -48,6 +48,9 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+import gspo_env  # noqa: F401 before torch, since it decides how threads wait
+
+# isort: split
 import torch
 from common import alternate, make_model, show
 from transformers import DynamicCache
@@ -139,12 +142,14 @@ class VLLMChild:
         program = Path(__file__).with_name("vllm_child.py")
         context, rows = max(arguments.length) + arguments.new, max(arguments.prompts)
         options = [arguments.dtype, mode, arguments.threads, context, rows * arguments.group]
+        ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # vLLM's threads wait as they always do
+        own = {name: value for name, value in os.environ.items() if name not in ours}
         self._process = subprocess.Popen(
             [arguments.vllm, str(program), folder, *map(str, options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(arguments.threads)},
+            env=own | {"OMP_NUM_THREADS": str(arguments.threads)},
         )
 
     def seconds(self, prompts: Ids, group: int, new: int) -> float:
@@ -307,17 +312,17 @@ def compare_rates(
     # each round has prompts of its own, so that no cache has them
     texts = make_prompts(tokenizer, count * (arguments.rounds + 1), length)
 
-    def rate(seconds: Callable[[Ids], float]) -> Callable[[], float]:
+    def rate(seconds: Callable[[Ids, int], float]) -> Callable[..., float]:
         batches = iter(range(0, len(texts), count))
 
-        def run() -> float:
+        def run(new: int = new) -> float:
             first = next(batches)
-            return rows * new / seconds(texts[first : first + count])
+            return rows * new / seconds(texts[first : first + count], new)
 
         return run
 
-    def timed(program: Callable[..., None], subject: Any) -> Callable[[], float]:
-        def seconds(prompts: Ids) -> float:
+    def timed(program: Callable[..., None], subject: Any) -> Callable[..., float]:
+        def seconds(prompts: Ids, new: int) -> float:
             started = clock(arguments.threads)
             program(subject, prompts, arguments.group, new)
             return clock(arguments.threads) - started
@@ -329,9 +334,9 @@ def compare_rates(
         if arguments.loops and rows * length <= LARGEST[name]:
             programs[name] = timed(program, plain)
     for mode, child in children.items():
-        programs[f"vLLM, {mode}"] = rate(lambda p, c=child: c.seconds(p, arguments.group, new))
+        programs[f"vLLM, {mode}"] = rate(lambda p, n, c=child: c.seconds(p, arguments.group, n))
     for name in programs.keys() - LARGEST:
-        programs[name]()  # compiles kernels
+        programs[name](2)  # compiles kernels
     rates: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(arguments.rounds):
         for name, values in rates.items():

@@ -125,16 +125,21 @@ def configure(training: Training, start: Path, seed: int, **settings: Any) -> An
     )
 
 
+def start_agent(training: Training, start: Path, seed: int, **settings: Any) -> Any:
+    """Loads an agent that begins with the start."""
+    from gspo_agents.gspo import GSPOAgent
+
+    config = configure(training, start, seed, **settings)
+    return GSPOAgent.from_start(start, replace(config, env=training.env_id))
+
+
 def ours(training: Training, start: Path, out: Path, advantage: str, seed: int, steps: int) -> None:
     """Trains with this package."""
-    from gspo_agents.gspo import GSPOAgent
     from gspo_env.training.loop import Loop
 
     output = str(out.with_suffix(".run"))
-    config = configure(
-        training, start, seed, advantage=advantage, steps=steps, eval_tasks=1, output=output
-    )
-    agent = GSPOAgent.from_start(start, replace(config, env=training.env_id))
+    settings = {"advantage": advantage, "steps": steps, "eval_tasks": 1, "output": output}
+    agent = start_agent(training, start, seed, **settings)
     train_step, clocks = Loop._train_step, []
 
     async def timed(loop: Loop, *args: Any) -> None:
@@ -150,11 +155,9 @@ def ours(training: Training, start: Path, out: Path, advantage: str, seed: int, 
 
 def evaluate(training: Training, start: Path, out: Path) -> None:
     """Replaces the success of each step by that of its adapter in held-out tasks."""
-    from gspo_agents.gspo import GSPOAgent
     from gspo_env.model.load import load_adapter
 
-    config = configure(training, start, 0, eval_tasks=64)
-    agent = GSPOAgent.from_start(start, replace(config, env=training.env_id))
+    agent = start_agent(training, start, 0, eval_tasks=64)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     for step, line in enumerate(lines, 1):
         load_adapter(agent.model, out.with_suffix(".steps") / str(step))

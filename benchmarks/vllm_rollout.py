@@ -1,16 +1,18 @@
 """Compares a rollout with the `vllm` engine with the offline `generate` of vLLM.
 
-    python benchmarks/vllm_rollout.py
+    python benchmarks/vllm_rollout.py [--model smollm2] [--rounds 3]
 
 64 episodes run at the same time. Environments answer at once, or their steps sleep 50 ms. There are
 two workloads: actions of about 64 tokens from a model with random weights, and actions of about 4
 tokens in the look-up environment, where a turn ends before a batch has formed. The baseline gives
 vLLM the prompts and lengths of all turns at once: the same prompts, lengths and concurrency, but no
-environment and no waiting for earlier turns. All measurements alternate in this process.
+environment and no waiting for earlier turns. All measurements alternate in this process. A model of
+`--model` takes four turns of at most 48 tokens.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import os
@@ -20,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import ENV, LIMITS, alternate, make_player, seconds, show
+from common import ENV, LIMITS, Player, alternate, make_player, seconds, show
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -34,6 +36,7 @@ from gspo_env.engines.vllm.local import VLLM, VLLMEngine, engine_arguments
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.model.export import Exporter, named_weights
+from gspo_env.model.load import load_model
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import Episode, Task
@@ -158,14 +161,24 @@ def measure(
 
 
 def main() -> None:
-    """Runs both workloads."""
+    """Runs the workloads of the default model, or that of a real one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    four, rounds = "bench/FourTurns-v0", arguments.rounds
+    if arguments.model:
+        model, tokenizer = load_model(arguments.model)
+        player = Player(model=model, tokenizer=tokenizer, chat=ChatTokenizer(tokenizer))
+        limits = RolloutConfig(concurrency=FLIGHT, max_turn_tokens=48, max_context=1024)
+        measure(arguments.model, player, four, limits, FLIGHT, rounds)
+        return
     fresh = make_player(steps=0)
     fresh = dataclasses.replace(fresh, chat=ManyEnds(fresh.tokenizer))
     long = RolloutConfig(concurrency=FLIGHT, max_turn_tokens=400, max_context=2048)
-    measure("actions of about 64 tokens", fresh, "bench/FourTurns-v0", long, 512, 3)
-    measure(
-        "look-up", make_player(steps=200), ENV, RolloutConfig(concurrency=FLIGHT, **LIMITS), 256, 3
-    )
+    measure("actions of about 64 tokens", fresh, four, long, 512, rounds)
+    limits = RolloutConfig(concurrency=FLIGHT, **LIMITS)
+    measure("look-up", make_player(steps=200), ENV, limits, 256, rounds)
 
 
 if __name__ == "__main__":
