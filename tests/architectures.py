@@ -222,7 +222,7 @@ def check(name: str) -> list[str]:
             lambda: learner_difference(learner, plain, make_samples(0)), way is not RunMode.UNPACKED
         ),
         cell(lambda: learner_difference(learner, plain, make_samples(40)), way is RunMode.SHARED),
-        cell(lambda: engine_difference(model, plain), way is not RunMode.UNPACKED),
+        cell(lambda: engine_difference(build(name), plain), way is not RunMode.UNPACKED),
         cell(lambda: export_difference(model), True),
         cell(lambda: adapter_difference(name), way is not RunMode.UNPACKED),
     ]
