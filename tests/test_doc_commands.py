@@ -157,3 +157,15 @@ def test_the_shell_blocks_of_a_page_run_in_order(
             if end.code:
                 pytest.fail(f"{command}: exit code {end.code}: {capfd.readouterr().err}")
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.commands
+@pytest.mark.parametrize("folder", ["benchmarks", "stress", "studies/credit", "studies/density"])
+def test_the_programs_of_a_folder_find_what_they_import(folder):
+    needs_vllm = {"vllm_child", "vllm_rollout"}
+    programs = sorted({path.stem for path in (ROOT / folder).glob("*.py")} - needs_vllm)
+    assert programs
+    program = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    subprocess.run(
+        [sys.executable, "-c", program, *programs], cwd=ROOT / folder, check=True, timeout=300
+    )
