@@ -114,7 +114,7 @@ def test_the_evaluation_plays_only_held_out_tasks_and_leaves_half_of_the_draws(
         assert set(split.keys) <= held
         draws = [key(derive_seed("other", n) % HELD_OUT) for n in range(2000)]
         # 64 probes estimate the share, so it may be somewhat above a half
-        assert sum(k in held for k in draws) / 2000 < 0.8
+        assert sum(k in held for k in draws) / 2000 < 0.75
     elif number > 1 and not broken:
         # one task has more than half of the draws, and no other was among the evaluation's
         assert len(set(split.keys)) < max(3, number)
