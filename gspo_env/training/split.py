@@ -176,10 +176,12 @@ def hold_out(env_id: str, count: int, read: Read, num_tasks: int | None = None) 
 
 
 def _probe(env_id: str, read: Read) -> Counter[str | None]:
-    """Counts the keys of some training tasks, which are the same in every run."""
-    return Counter(
-        _keys(read, _tasks(env_id, (derive_seed("probe", n) % HELD_OUT for n in range(_PROBES))))
-    )
+    """Counts the keys of some training tasks, which are the same in every run.
+
+    A reset that failed says nothing about the shares of the others.
+    """
+    tasks = _tasks(env_id, (derive_seed("probe", n) % HELD_OUT for n in range(_PROBES)))
+    return Counter(reset.task_key for reset in read(tasks) if reset is not None)
 
 
 def _spare(keys: Sequence[str], probes: Counter[str | None], num_tasks: int | None) -> list[str]:

@@ -96,6 +96,7 @@ def test_without_a_key_the_overlap_is_unknown():
     broken=st.integers(0, 7),
 )
 @example(number=2, count=1, skew=3.0, declared=True, broken=0)
+@example(number=23, count=47, skew=3.0, declared=False, broken=2)
 def test_the_evaluation_plays_only_held_out_tasks_and_leaves_half_of_the_draws(
     number, count, skew, declared, broken
 ):
