@@ -19,4 +19,4 @@ register_builtin()
 # many times slower as soon as another process needs a core; those that never spin wake up late.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # some 20 microseconds
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # some 60 microseconds

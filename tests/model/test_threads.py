@@ -37,7 +37,7 @@ def test_a_small_model_computes_with_one_thread_unless_the_user_chose(own, small
 @pytest.mark.parametrize(
     ("own", "waiting"),
     [
-        ({}, "PASSIVE 1000"),
+        ({}, "PASSIVE 3000"),
         ({"GOMP_SPINCOUNT": "7"}, "PASSIVE 7"),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None"),
     ],

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -32,6 +32,9 @@ from gspo_env.model.threads import is_small
 
 logger = logging.getLogger(__name__)
 
+Linear = tuple[Tensor, Tensor | None]
+"""The weight and the bias of a linear layer."""
+
 _PLAIN = {f"transformers.models.{m}.modeling_{m}" for m in ("llama", "qwen2", "qwen3")}
 """Modules of the models that the pass is written for."""
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -41,6 +44,22 @@ _BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.3}
 bfloat16, where another order of sums rounds single ids by more."""
 _MANY = 128
 """Rows from which a number of rows is rounded up by an eighth at most."""
+
+
+class _Layer(NamedTuple):
+    """What a layer computes with: weights, with a bias for products, or copies of them."""
+
+    attention: Any
+    """The module, for its settings."""
+    input_norm: Tensor
+    qkv: list[Linear]
+    """One product for all heads, or three."""
+    head_norm: Tensor | None
+    """(H + Hkv, D) the weights of the norms of queries and keys."""
+    out: Linear
+    output_norm: Tensor
+    gate_up: list[Linear]
+    down: Linear
 
 
 class DirectForward:
@@ -57,22 +76,24 @@ class DirectForward:
     ) -> None:
         fused = _has_avx512() if fused is None else fused
         self.dtype = dtype or model.dtype
-        convert: Callable[[Tensor], Tensor] | None = None
-        if self.dtype is not model.dtype:
-            convert = Tensor.float
-        elif fused and packs(model):
-            convert = _packed
-        self._weights = _Weights(convert)
         # one row of bfloat16 has another order of sums than several
         least = 16 if is_small(model) else 1 if self.dtype is torch.float32 else 2
-        self._products = _Fused(self._weights, least) if fused else _Products(self._weights)
+        self._products = _Fused(least) if fused else _Products()
         self._exact = self.dtype is torch.float32
+        packed = fused and self.dtype is model.dtype and packs(model)
+        self._convert: Callable[[Tensor], Tensor] = _packed if packed else self._converted
+        self._joins = packed or is_small(model) or self.dtype is not model.dtype
         self._model, self._body = model, model.model
         self._eps = float(model.config.rms_norm_eps)
-        self._size = int(self._body.layers[0].self_attn.head_dim)
+        attention = self._body.layers[0].self_attn
+        self._size = int(attention.head_dim)
+        self._queries, self._keys = (
+            getattr(attention, name).out_features // self._size for name in ("q_proj", "k_proj")
+        )
         names = ("_forward_hooks", "_forward_pre_hooks")
         self._hooks = [getattr(module, name) for module in model.modules() for name in names]
         self._angles = torch.empty(0, 2, self._size)
+        self.forget()
 
     @staticmethod
     def fits(model: Any) -> bool:
@@ -104,7 +125,9 @@ class DirectForward:
 
     def forget(self) -> None:
         """Drops copies of weights, which have changed."""
-        self._weights.forget()
+        self._parameters = list(self._model.parameters())
+        self._versions: list[int] = []
+        self._layers: list[_Layer] = []
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, last_B: Tensor, step: Ragged) -> Tensor:
         """Returns the logits of the last token of each row, (B, V).
@@ -115,45 +138,47 @@ class DirectForward:
             last_B: (B,) index of the last token of each row.
             step: The attention over the cache.
         """
-        count, products = len(ids_T), self._products
+        versions = [parameter._version for parameter in self._parameters]
+        if versions != self._versions:
+            self._layers = []  # before there are two copies
+            self._layers = [self._layer(layer) for layer in self._body.layers]
+            self._head, self._versions = self._linear(self._model.lm_head), versions
+        count, products, last = len(ids_T), self._products, len(self._layers) - 1
         h = embedding(products.padded(ids_T), self._body.embed_tokens.weight).to(self.dtype)
-        angles, last = self._angles_of(positions_T), len(self._body.layers) - 1
-        # an attribute of a module takes several times as long as an item of its dictionary
-        for number, layer in enumerate(self._body.layers):
-            parts = layer._modules
-            attention, x = parts["self_attn"], self._norm(parts["input_layernorm"], h)
-            q, k, v = (self._heads(attention, name, x, count, angles) for name in "qkv")
-            window = getattr(attention, "sliding_window", None)
-            heads = step.attend(number, q, k, v, attention.scaling, window)
+        angles = self._angles_of(positions_T)[:, :, None].unbind(1)
+        for number, layer in enumerate(self._layers):
+            q, k, v = self._heads(layer, self._norm(h, layer.input_norm), count, *angles)
+            window = getattr(layer.attention, "sliding_window", None)
+            heads = step.attend(number, q, k, v, layer.attention.scaling, window)
             if number == last and len(last_B) < count:  # the others have keys and values only
                 heads, h = heads.index_select(0, last_B), products.padded(h.index_select(0, last_B))
-            projection = attention._modules["o_proj"]
-            h = products.add(projection, products.padded(heads.flatten(1)), h)
-            mlp, x = parts["mlp"]._modules, self._norm(parts["post_attention_layernorm"], h)
-            h = products.add(mlp["down_proj"], products.gated(mlp, x), h)
-        return products.plain(self._model.lm_head, self._norm(self._body.norm, h))[: len(last_B)]
+            h = products.add(layer.out, products.padded(heads.flatten(1)), h)
+            x = self._norm(h, layer.output_norm)
+            h = products.add(layer.down, products.gated(layer.gate_up, x), h)
+        x = self._norm(h, self._body.norm.weight.to(self.dtype))
+        return products.plain(self._head, x)[: len(last_B)]
 
-    def _norm(self, module: Any, x: Tensor) -> Tensor:
-        weight = self._weights.of(module)[0]
-        if self._exact:
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self._exact and weight.dim() == 1:
             return rms_norm(x, x.shape[-1:], weight, self._eps)
         return rms_norm(x, x.shape[-1:], None, self._eps).mul_(weight)
 
-    def _heads(self, attention: Any, name: str, x: Tensor, count: int, angles_T: Tensor) -> Tensor:
-        """Returns queries, keys or values, (T, H, D); the first two normed and rotated."""
-        modules = attention._modules
-        out = self._products.plain(modules[f"{name}_proj"], x)[:count]
+    def _heads(
+        self, layer: _Layer, x: Tensor, count: int, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Returns queries, keys and values, (T, H, D); the first two normed and rotated."""
+        products = [self._products.plain(linear, x)[:count] for linear in layer.qkv]
+        out = products[0] if len(products) == 1 else torch.cat(products, 1)
         out = out.view(count, -1, self._size)
-        if name == "v":
-            return out
-        norm = modules.get(f"{name}_norm")
-        if norm is not None:
-            out = self._norm(norm, out)
-        cos, sin = angles_T[:, 0, None], angles_T[:, 1, None]
-        rotated = out.roll(self._size // 2, -1)
+        turned = out[:, : self._queries + self._keys]
+        if layer.head_norm is not None:
+            turned = self._norm(turned, layer.head_norm)
+        rotated = turned.roll(self._size // 2, -1)
         if self._exact:
-            return torch.addcmul(out * cos, rotated, sin)
-        return (out * cos).add_(rotated.mul_(sin))
+            turned = torch.addcmul(turned * cos, rotated, sin)
+        else:
+            turned = (turned * cos).add_(rotated.mul_(sin))
+        return *torch.split(turned, [self._queries, self._keys], 1), out[:, -self._keys :]
 
     def _angles_of(self, positions_T: Tensor) -> Tensor:
         """Returns cosines and signed sines, (T, 2, D)."""
@@ -165,36 +190,39 @@ class DirectForward:
             self._angles = torch.stack([cos[0], sin], 1).to(self.dtype)
         return self._angles.index_select(0, positions_T)
 
+    def _layer(self, layer: Any) -> _Layer:
+        attention, mlp, head_norm = layer.self_attn, layer.mlp, None
+        if hasattr(attention, "q_norm"):
+            norms = [attention.q_norm] * self._queries + [attention.k_norm] * self._keys
+            head_norm = self._converted(torch.stack([norm.weight for norm in norms]))
+        gate_up = mlp.gate_proj, mlp.up_proj
+        # in float32, oneDNN computes the activation with the first and multiplies with the second
+        separate = self._exact and isinstance(self._products, _Fused)
+        return _Layer(
+            attention,
+            self._converted(layer.input_layernorm.weight),
+            self._joined(attention.q_proj, attention.k_proj, attention.v_proj),
+            head_norm,
+            self._linear(attention.o_proj),
+            self._converted(layer.post_attention_layernorm.weight),
+            [*map(self._linear, gate_up)] if separate else self._joined(*gate_up),
+            self._linear(mlp.down_proj),
+        )
 
-class _Weights:
-    """The model's weights, or copies of them.
+    def _joined(self, *modules: Any) -> list[Linear]:
+        """Returns linear modules as one, if weights are copied, else each."""
+        if not self._joins:
+            return [*map(self._linear, modules)]
+        weight = torch.cat([module.weight for module in modules])
+        biases = [module.bias for module in modules if module.bias is not None]
+        return [(self._convert(weight), self._converted(torch.cat(biases)) if biases else None)]
 
-    Args:
-        convert: Makes the copies; None for the weights themselves.
-    """
+    def _linear(self, module: Any) -> Linear:
+        bias = module.bias
+        return self._convert(module.weight), None if bias is None else self._converted(bias)
 
-    def __init__(self, convert: Callable[[Tensor], Tensor] | None) -> None:
-        self._convert = convert
-        self._copies: dict[int, tuple[int, Tensor]] = {}
-
-    def of(self, module: Any) -> tuple[Tensor, Tensor | None]:
-        """Returns the weight and the bias of a linear module or a norm."""
-        parameters = module._parameters
-        weight, bias = parameters["weight"], parameters.get("bias")
-        if self._convert is None:
-            return weight, bias
-        return self._copy(weight), None if bias is None else self._copy(bias)
-
-    def _copy(self, weight: Tensor) -> Tensor:
-        version, copied = self._copies.get(id(weight), (-1, weight))
-        if version != weight._version:
-            copied = self._convert(weight.detach())  # type: ignore[misc]
-            self._copies[id(weight)] = weight._version, copied
-        return copied
-
-    def forget(self) -> None:
-        """Drops the copies."""
-        self._copies.clear()
+    def _converted(self, weight: Tensor) -> Tensor:
+        return weight.detach().to(self.dtype)
 
 
 def packs(model: Any) -> bool:
@@ -211,10 +239,8 @@ def _has_avx512() -> bool:
 
 
 def _packed(weight: Tensor) -> Tensor:
-    """Returns a matrix in the order of oneDNN's kernels; a vector as it is."""
-    if weight.dim() == 1:
-        return weight
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    """Returns a matrix in the order of oneDNN's kernels."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return packed
 
 
@@ -227,35 +253,32 @@ def _fits_twice(model: Any) -> bool:
 class _Products:
     """Products of PyTorch, with each activation and sum in an operation of its own."""
 
-    def __init__(self, weights: _Weights) -> None:
-        self._of = weights.of
-
     def padded(self, rows: Tensor) -> Tensor:
         """Returns the rows, perhaps with zeros behind them."""
         return rows
 
-    def plain(self, module: Any, x: Tensor) -> Tensor:
-        """Returns the output of a linear module."""
-        return linear(x, *self._of(module))
+    def plain(self, layer: Linear, x: Tensor) -> Tensor:
+        """Returns the output of a linear layer."""
+        return linear(x, *layer)
 
-    def add(self, module: Any, x: Tensor, other: Tensor) -> Tensor:
+    def add(self, layer: Linear, x: Tensor, other: Tensor) -> Tensor:
         """Returns the sum of the output and another tensor."""
-        weight, bias = self._of(module)
+        weight, bias = layer
         if bias is None and x.dtype is torch.float32:
             return torch.addmm(other, x, weight.t())
-        return self.plain(module, x).add_(other)
+        return self.plain(layer, x).add_(other)
 
-    def gated(self, mlp: Any, x: Tensor) -> Tensor:
-        """Returns the activated output of `gate_proj`, multiplied with that of `up_proj`."""
-        gate = silu(self.plain(mlp["gate_proj"], x), inplace=True)
-        return gate.mul_(self.plain(mlp["up_proj"], x))
+    def gated(self, gate_up: list[Linear], x: Tensor) -> Tensor:
+        """Returns the activated output of the first product, multiplied with the second."""
+        outs = [self.plain(layer, x) for layer in gate_up]
+        gate, up = outs if len(outs) == 2 else outs[0].chunk(2, -1)
+        return silu(gate, inplace=True) * up
 
 
 class _Fused(_Products):
-    """Products of oneDNN together with what follows them."""
+    """Products of oneDNN, in float32 together with what follows them."""
 
-    def __init__(self, weights: _Weights, least: int) -> None:
-        super().__init__(weights)
+    def __init__(self, least: int) -> None:
         self._least = least
         self._linear: Any = torch.ops.mkldnn._linear_pointwise.default
         self._binary: Any = torch.ops.mkldnn._linear_pointwise.binary
@@ -267,21 +290,21 @@ class _Fused(_Products):
             return rows
         return torch.cat([rows, rows.new_zeros(padding, *rows.shape[1:])])
 
-    def plain(self, module: Any, x: Tensor) -> Tensor:
-        out: Tensor = self._linear(x, *self._of(module), "none", [], "")
+    def plain(self, layer: Linear, x: Tensor) -> Tensor:
+        out: Tensor = self._linear(x, *layer, "none", [], "")
         return out
 
-    def add(self, module: Any, x: Tensor, other: Tensor) -> Tensor:
+    def add(self, layer: Linear, x: Tensor, other: Tensor) -> Tensor:
         if x.dtype is not torch.float32:
-            return super().add(module, x, other)
-        out: Tensor = self._binary(x, other, *self._of(module), "add")
+            return super().add(layer, x, other)
+        out: Tensor = self._binary(x, other, *layer, "add")
         return out
 
-    def gated(self, mlp: Any, x: Tensor) -> Tensor:
+    def gated(self, gate_up: list[Linear], x: Tensor) -> Tensor:
         if x.dtype is not torch.float32:
-            return super().gated(mlp, x)
-        gate = self._linear(x, *self._of(mlp["gate_proj"]), "swish", [1.0], "")
-        out: Tensor = self._binary(x, gate, *self._of(mlp["up_proj"]), "mul")
+            return super().gated(gate_up, x)
+        gate, up = gate_up
+        out: Tensor = self._binary(x, self._linear(x, *gate, "swish", [1.0], ""), *up, "mul")
         return out
 
 

@@ -17,7 +17,7 @@ from gspo_env.types import IntArray
 
 MAX_SPAN_RATIO = 2
 """Attend over a contiguous range of slots if it has at most this many slots per row."""
-_LEAST_BYTES = 4 << 20
+_LEAST_BYTES = 1 << 20
 """Bytes of a layer's keys that must be saved: fewer are in a processor's cache."""
 
 
@@ -72,28 +72,28 @@ class PrefixRows:
         self._length, self._end = length, padded_length(int(start_B.max()) + 1)
         self._anchors = [int(slot_B[group[0]]) for group in groups]
         self._sizes = [len(group) for group in groups]
-        self.total = len(order)
-        self.tokens, self.places_in_output = token_B[order], np.arange(self.total)
-        slot_B = slot_B[order]
-        low, high = int(slot_B.min()), int(slot_B.max()) + 1
-        self._span = (low, high) if high - low <= MAX_SPAN_RATIO * self.total else None
-        rows = np.arange(self.total) if self._span is None else slot_B - low
-        of_span = np.zeros(rows.max() + 1, dtype=np.int64)
-        of_span[rows] = np.arange(self.total)
-        self.arrays = [self.tokens, start_B[order], slot_B, rows, of_span]
+        self.tokens, slots = token_B[order], slot_B[order]
+        low, high = int(slots.min()), int(slots.max()) + 1
+        self._span = (low, high) if high - low <= MAX_SPAN_RATIO * len(order) else None
+        self.places_in_output = np.arange(len(order)) if self._span is None else slots - low
+        self.total = int(self.places_in_output.max()) + 1
+        """Places of the outputs, those of idle slots included."""
+        of_place = np.zeros((3, self.total), dtype=np.int64)
+        of_place[:, self.places_in_output] = self.tokens, start_B[order], np.arange(len(order))
+        self.arrays = [*of_place, slots, self.places_in_output]
 
     def place(
-        self, index: Tensor, places: Tensor, slots: Tensor, rows: Tensor, of_span: Tensor
+        self, index: Tensor, starts: Tensor, nth: Tensor, slots: Tensor, order: Tensor
     ) -> None:
         """Takes the arrays back, as tensors on the device."""
-        self._index, self._places, self._slots = index, places, slots
-        self._rows, self._of_span = rows, of_span
+        self._index, self._starts, self._nth = index, starts, nth
+        self._slots, self._order = slots, order
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Returns the outputs of the rows, (B, H, D); see `Queries.attend`.
+        """Returns the outputs of the places, (total, H, D); see `Queries.attend`.
 
         Scores are the same to the last bit as those of each row alone, and values are read row by
         row, because the sum of two parts would round otherwise.
@@ -102,9 +102,8 @@ class PrefixRows:
         q = query.index_select(0, self._index).to(keys.dtype).mul_(scale)
         q = q.view(self.total, shared, -1, size)
         suffix_keys = self._of_rows(keys, self._length, self._end).transpose(1, 2)
-        suffix = torch.bmm(q.index_select(0, self._of_span).flatten(0, 1), suffix_keys)
-        suffix = suffix.view(-1, *q.shape[1:3], suffix.shape[-1]).index_select(0, self._rows)
-        heads = q.transpose(0, 1).reshape(shared, -1, size)
+        suffix = torch.bmm(q.flatten(0, 1), suffix_keys)
+        heads = q.index_select(0, self._order).transpose(0, 1).reshape(shared, -1, size)
         parts = [
             torch.bmm(part, keys[slot, :, : self._length].transpose(1, 2))
             for slot, part in zip(
@@ -113,14 +112,14 @@ class PrefixRows:
                 strict=True,
             )
         ]
-        prefix = torch.cat(parts, 1).view(shared, self.total, -1, self._length).transpose(0, 1)
+        prefix = torch.cat(parts, 1).view(shared, len(self._order), -1, self._length)
+        prefix = prefix.transpose(0, 1).index_select(0, self._nth)
         if window not in self._masks:
-            self._masks[window] = causal_mask(self._places[:, None], self._end, window)
-        scores = torch.cat([prefix, suffix], 3).add_(self._masks[window])
-        weights = scores.softmax(-1).to(values.dtype).index_select(0, self._of_span)
+            self._masks[window] = causal_mask(self._starts[:, None], self._end, window)
+        scores = torch.cat([prefix, suffix.view(*q.shape[:3], -1)], 3).add_(self._masks[window])
+        weights = scores.softmax(-1).to(values.dtype).flatten(0, 1)
         last = places_to_read(values, self._end, self._span)
-        out = weighted_sum(weights.flatten(0, 1), self._of_rows(values, 0, last))
-        return out.view(-1, *query.shape[1:]).index_select(0, self._rows)
+        return weighted_sum(weights, self._of_rows(values, 0, last)).view(-1, *query.shape[1:])
 
     def _of_rows(self, tensor: Tensor, start: int, end: int) -> Tensor:
         """Returns the keys or values of the rows at some places, (B * Hkv, L, D)."""
