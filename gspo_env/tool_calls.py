@@ -283,8 +283,7 @@ def _find_calls(
     schemas = {tool.name: tool.parameters for tool in tools}
     mark = MARK.search(text)
     before = text[: mark.start()] if mark else text
-    named = any(f"{name}(" in before or f"<{name}" in before for name in schemas)
-    if named or "{" in before or "[" in before or "Action:" in before:
+    if _may_have_bare(before, schemas):
         bare, start = _formats().read_bare(text, schemas, len(before))
         if bare:
             return bare, text[:start]
@@ -303,14 +302,23 @@ def _find_calls(
             pieces.append(text[position:end])
         else:
             calls += reading
-            pieces.append(_formats().without_start_marks(text[position : mark.start()]))
+            piece = text[position : mark.start()]
+            pieces.append(_formats().without_start_marks(piece) if piece else piece)
             end = _formats().skip_end_marks(text, end)
         position = end
         mark = MARK.search(text, position)
     pieces.append(text[position:])
-    if calls and not malformed:
-        calls += _formats().bare_beside(calls, (pieces[0], pieces[-1]), schemas)
+    outer = [text for text in (pieces[0], pieces[-1]) if _may_have_bare(text, schemas)]
+    if calls and outer and not malformed:
+        calls += _formats().bare_beside(calls, outer, schemas)
     return calls or mentions, "".join(pieces)
+
+
+def _may_have_bare(text: str, schemas: Schemas) -> bool:
+    """Returns whether a text may have calls without a mark: most texts have none."""
+    if not text or any(start in text for start in ("{", "[", "Action:", "\u273fFUNCTION\u273f:")):
+        return bool(text)
+    return any(f"{name}(" in text or f"<{name}" in text for name in schemas)
 
 
 def _read(mark: str, text: str, start: int, schemas: Schemas) -> Reading:

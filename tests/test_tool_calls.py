@@ -655,6 +655,11 @@ def test_an_action_that_is_cut_anywhere_makes_no_other_call(family):
         ('Action: climb {"word": "a"}', []),
         ("```tool_code\nprint(look(word='a'))\n```", [""]),
         ("Thought: I look.\nAction: look", [""]),
+        ("\u273fFUNCTION\u273f: look", [""]),
+        (
+            '<tool_call>{"name": "look"}</tool_call>\nAction: leave\nAction Input: null',
+            ["look", ""],
+        ),
         ('Action: climb\nAction Input: {"word": "a"}', ["climb"]),
         ("Action: climb", []),
         ("Call functools.reduce, or <function_calls>, or ```tool_code.", []),

@@ -41,8 +41,6 @@ class ParsedAction:
     """The calls in the form of templates."""
     message: Message | None = None
     """The action as the environment gets it; None if no response template has parsed it."""
-    text_message: Message | None = None
-    """The action as the reader of tool calls parses its text."""
     in_reasoning: bool = False
     """Whether the prompt has opened the reasoning."""
     stop_text: str | None = None
@@ -53,15 +51,19 @@ class ParsedAction:
         """Returns the action as a message for the template."""
         return _assistant(self.content, self.reasoning, self.calls)
 
-    def recognize(self, message: Message) -> dict[str, Any] | None:
+    def recognize(self, message: Message, tools: Sequence[Any]) -> dict[str, Any] | None:
         """Returns a message for the template if `message` is this action, else None.
 
         It is if content and calls are equal; the reasoning may be absent.
+
+        Args:
+            message: The message.
+            tools: The tools of the prompt, whose types the arguments of calls get.
         """
         text = message.content
         if not message.tool_calls and not message.reasoning and text == self.text:
             return self.for_template()
-        parsed = self.text_message or Message(role="assistant", content="")
+        parsed, _ = parse_message(self.text, tools, in_reasoning=self.in_reasoning)
         reasoning = self.encoder.to_text(self.reasoning or "") or parsed.reasoning or ""
         if message.reasoning and message.reasoning.strip() != reasoning.strip():
             return None
@@ -152,8 +154,6 @@ class ActionParser:
         has_end = bool(action_ids) and action_ids[-1] in stop_ids
         is_open = self._opens_reasoning(tuple(prompt_ids[-_TAIL:]))
         action = self._cached(tuple(action_ids), has_end, stop, is_open)
-        parsed, _ = parse_message(action.text, tools, in_reasoning=is_open)
-        action = replace(action, text_message=parsed)
         if not self._has_schema:
             return action
         parse = load_function("gspo_env.chat.response:parse_response", "parser")

@@ -202,7 +202,7 @@ class Transcript:
                 candidates = [
                     (number, turn_keys)
                     for number, turn, turn_keys in turns
-                    if turn.action is not None and turn.action.recognize(message) is not None
+                    if turn.action and turn.action.recognize(message, turn.tools) is not None
                 ]
             same_start = (number for number, turn_keys in candidates if turn_keys == tuple(keys))
             source = next(same_start, candidates[0][0] if candidates else None)
@@ -319,8 +319,9 @@ class Transcript:
         """
         messages = []
         for message, source in zip(turn.messages, turn.sources, strict=True):
-            action = None if source is None else self._turns[source].action
-            form = None if action is None else action.recognize(message)
+            sampled = turn if source is None else self._turns[source]
+            action = None if source is None else sampled.action
+            form = None if action is None else action.recognize(message, sampled.tools)
             if form and action and not self.chat.template.shows(form):
                 form = action.for_template()  # only the sampled text has a form of the calls
             messages.append(form or message_for_template(message))

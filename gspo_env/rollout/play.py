@@ -36,6 +36,7 @@ _CUTS: dict[StopReason, Finish] = {
     StopReason.MAX_CONTEXT: "context",
 }
 """The limits of which an environment with `takes_cut_actions` hears."""
+_OF_ACTION = tuple(each.name for each in fields(PolicyAction))
 PLACEHOLDERS = 3
 """Ids of an action that nothing has sampled, to see how many values a step returns for them."""
 _MOST_REFUSED = 8
@@ -334,7 +335,7 @@ class EpisodeRun:
         elif not move.action_ids:
             return stop
         turn = Turn(
-            **{each.name: getattr(move, each.name) for each in fields(PolicyAction)},
+            **{name: getattr(move, name) for name in _OF_ACTION},
             observation=before,
             reward=reward,
             info=StepInfo() if info is None else info,
