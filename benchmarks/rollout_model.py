@@ -5,7 +5,7 @@
         [--vllm PYTHON] [--modes eager compiled] [--no-loops]
     python benchmarks/rollout_model.py --table --vllm PYTHON --rounds 1
     python benchmarks/rollout_model.py --dtype float32 --delays 0 0.05 0.5
-    python benchmarks/rollout_model.py --dtype float32 --profile 1 8 64 128
+    python benchmarks/rollout_model.py --dtype float32 --profile 1 8 16 64 128
 
 Each program samples `--group` continuations of each prompt at temperature 1. The plain loop
 computes each prompt once and keeps log-probabilities; `generate` of `transformers`, which TRL uses
@@ -26,7 +26,7 @@ clock, are compared with that of the engine alone, which samples as many tokens 
 prompts.
 
 With `--profile`, it prints how long a decode step of so many sequences takes, each with its own
-prompt, and what for: the difference between sampling `--new` tokens and half as many.
+prompt, and what for.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -180,31 +181,37 @@ def part_of(event: Any, words: int) -> str:
 
 def profile_steps(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> None:
     """Prints the milliseconds of a decode step and of its parts, for each number of sequences."""
-    length = arguments.length[0]
+    length, new = arguments.length[0], arguments.new
     prompts = make_prompts(tokenizer, max(arguments.profile), length)
-    lengths = arguments.new, arguments.new // 2
     for rows in arguments.profile:
-        engine = TransformersEngine(model, max_slots=rows, max_context=length + arguments.new)
+        engine = TransformersEngine(model, max_slots=rows, max_context=length + new)
 
-        def seconds(new: int, engine=engine, rows=rows) -> float:
-            started = clock(arguments.threads)
-            sample_ours(engine, prompts[:rows], 1, new)
-            return clock(arguments.threads) - started
+        async def decode(profiler: Any, engine=engine, rows=rows) -> tuple[float, float]:
+            """Returns the seconds of the steps after the prompts, and how many they are."""
+            await engine.update_weights([], 0)
+            fed = engine.fed_tokens + rows * length
+            samplings = (Sampling(max_tokens=new, seed=n) for n in range(rows))
+            playing = asyncio.gather(*map(engine.generate, prompts[:rows], samplings))
+            while engine.fed_tokens < fed:
+                await asyncio.sleep(0)
+            started, fed = clock(arguments.threads), engine.fed_tokens
+            with profiler:
+                await playing
+            return clock(arguments.threads) - started, (engine.fed_tokens - fed) / rows
 
-        seconds(1)
-        columns = alternate(arguments.rounds, *(lambda new=new: seconds(new) for new in lengths))
-        steps = (lengths[0] - lengths[1]) / 1000
-        total = median(long - short for long, short in zip(*columns, strict=True)) / steps
+        seconds, steps = zip(
+            *(asyncio.run(decode(nullcontext())) for _ in range(arguments.rounds)), strict=True
+        )
+        total = 1000 * median(seconds) / steps[0]
         parts: Counter[str] = Counter()
-        for new, sign in zip(lengths, (1, -1), strict=True):
-            with torch.profiler.profile(record_shapes=True) as profiler:
-                seconds(new)
-            for event in profiler.key_averages(group_by_input_shape=True):
-                part = part_of(event, model.config.vocab_size)
-                parts[part] += sign * event.self_cpu_time_total / 1e6 / steps
+        profiler = torch.profiler.profile(record_shapes=True)
+        asyncio.run(decode(profiler))
+        for event in profiler.key_averages(group_by_input_shape=True):
+            part = part_of(event, model.config.vocab_size)
+            parts[part] += event.self_cpu_time_total / 1000 / steps[0]
         parts["rest"] += total - parts.total()
-        figures = ", ".join(f"{name} {milliseconds:.2f}" for name, milliseconds in parts.items())
-        print(f"{rows} sequences: {total:.2f} ms: {figures}", flush=True)
+        figures = ", ".join(f"{name} {milliseconds:.1f}" for name, milliseconds in parts.items())
+        print(f"{rows} sequences: {total:.1f} ms: {figures}", flush=True)
 
 
 class SlowTool(TextEnv):
