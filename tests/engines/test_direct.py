@@ -98,6 +98,8 @@ def test_the_default_model_runs_directly_and_new_weights_count_at_once(model):
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
         model.model.layers[1].self_attn.k_norm.weight.mul_(0.5)
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    weight.data = -weight.data  # in other memory, of the same version
     after = steps(model, direct)
     assert (after - before).abs().max() > 1e-2
     torch.testing.assert_close(after, steps(model), rtol=1e-5, atol=1e-5)

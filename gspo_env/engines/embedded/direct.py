@@ -126,7 +126,7 @@ class DirectForward:
     def forget(self) -> None:
         """Drops copies of weights, which have changed."""
         self._parameters = list(self._model.parameters())
-        self._versions: list[int] = []
+        self._versions: list[tuple[int, int]] = []
         self._layers: list[_Layer] = []
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, last_B: Tensor, step: Ragged) -> Tensor:
@@ -138,7 +138,7 @@ class DirectForward:
             last_B: (B,) index of the last token of each row.
             step: The attention over the cache.
         """
-        versions = [parameter._version for parameter in self._parameters]
+        versions = [(p.data_ptr(), p._version) for p in self._parameters]
         if versions != self._versions:
             self._layers = []  # before there are two copies
             self._layers = [self._layer(layer) for layer in self._body.layers]
