@@ -302,15 +302,14 @@ def _find_calls(
             pieces.append(text[position:end])
         else:
             calls += reading
-            piece = text[position : mark.start()]
-            pieces.append(_formats().without_start_marks(piece) if piece else piece)
+            pieces.append(_formats().without_start_marks(text[position : mark.start()]))
             end = _formats().skip_end_marks(text, end)
         position = end
         mark = MARK.search(text, position)
     pieces.append(text[position:])
-    outer = [text for text in (pieces[0], pieces[-1]) if _may_have_bare(text, schemas)]
-    if calls and outer and not malformed:
-        calls += _formats().bare_beside(calls, outer, schemas)
+    if calls and not malformed:
+        outer = [piece for piece in (pieces[0], pieces[-1]) if _may_have_bare(piece, schemas)]
+        calls += _formats().bare_beside(calls, outer, schemas) if outer else []
     return calls or mentions, "".join(pieces)
 
 

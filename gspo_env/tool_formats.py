@@ -169,7 +169,7 @@ def without_end(text: str, marks: Sequence[str]) -> str:
 
 def without_start_marks(text: str) -> str:
     """Returns the text before a call without the marks at its end that open a list of calls."""
-    return without_end(_BEFORE_SPACED.sub("", text), _BEFORE)
+    return without_end(_BEFORE_SPACED.sub("", text), _BEFORE) if text else text
 
 
 def skip_end_marks(text: str, start: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from gspo_env.chat.encode import BoundedCache, TextEncoder, map_texts
 from gspo_env.env.base import clean
 from gspo_env.registry import load_function
-from gspo_env.tool_calls import MOST_THOUGHTS, REASONING, parse_message
+from gspo_env.tool_calls import MOST_THOUGHTS, REASONING
 from gspo_env.types import Message
 
 _CACHE_BYTES = 1 << 24
@@ -51,19 +51,18 @@ class ParsedAction:
         """Returns the action as a message for the template."""
         return _assistant(self.content, self.reasoning, self.calls)
 
-    def recognize(self, message: Message, tools: Sequence[Any]) -> dict[str, Any] | None:
+    def recognize(self, message: Message, parsed: Message) -> dict[str, Any] | None:
         """Returns a message for the template if `message` is this action, else None.
 
         It is if content and calls are equal; the reasoning may be absent.
 
         Args:
             message: The message.
-            tools: The tools of the prompt, whose types the arguments of calls get.
+            parsed: The action as the reader of tool calls parses its text.
         """
         text = message.content
         if not message.tool_calls and not message.reasoning and text == self.text:
             return self.for_template()
-        parsed, _ = parse_message(self.text, tools, in_reasoning=self.in_reasoning)
         reasoning = self.encoder.to_text(self.reasoning or "") or parsed.reasoning or ""
         if message.reasoning and message.reasoning.strip() != reasoning.strip():
             return None

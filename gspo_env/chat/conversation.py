@@ -19,6 +19,7 @@ from typing import Any
 from gspo_env.chat.action import ParsedAction, message_for_template
 from gspo_env.chat.transcript import ChatTokenizer, first_messages, is_whole
 from gspo_env.errors import PromptLengthError
+from gspo_env.tool_calls import parse_message
 from gspo_env.types import Episode, Fork, Message, Prompt, ResetInfo, Role, StepInfo, Turn
 
 _MOST_SESSIONS = 4
@@ -64,6 +65,18 @@ class TurnState:
     """All ids, those of the action included."""
     action: ParsedAction | None = None
     """The action, once it is sampled."""
+    parsed: Message | None = None
+    """The action as the reader of tool calls parses its text; None until it is needed."""
+
+    def recognize(self, message: Message) -> dict[str, Any] | None:
+        """Returns a message for the template if `message` is the action of this turn, else None."""
+        action = self.action
+        if action is None:
+            return None
+        if self.parsed is None:
+            reading = parse_message(action.text, self.tools, in_reasoning=action.in_reasoning)
+            self.parsed = reading[0]
+        return action.recognize(message, self.parsed)
 
     @property
     def keys(self) -> tuple[_Key, ...]:
@@ -202,7 +215,7 @@ class Transcript:
                 candidates = [
                     (number, turn_keys)
                     for number, turn, turn_keys in turns
-                    if turn.action and turn.action.recognize(message, turn.tools) is not None
+                    if turn.recognize(message) is not None
                 ]
             same_start = (number for number, turn_keys in candidates if turn_keys == tuple(keys))
             source = next(same_start, candidates[0][0] if candidates else None)
@@ -319,9 +332,8 @@ class Transcript:
         """
         messages = []
         for message, source in zip(turn.messages, turn.sources, strict=True):
-            sampled = turn if source is None else self._turns[source]
-            action = None if source is None else sampled.action
-            form = None if action is None else action.recognize(message, sampled.tools)
+            action = None if source is None else self._turns[source].action
+            form = None if source is None else self._turns[source].recognize(message)
             if form and action and not self.chat.template.shows(form):
                 form = action.for_template()  # only the sampled text has a form of the calls
             messages.append(form or message_for_template(message))

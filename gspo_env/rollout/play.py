@@ -37,6 +37,7 @@ _CUTS: dict[StopReason, Finish] = {
 }
 """The limits of which an environment with `takes_cut_actions` hears."""
 _OF_ACTION = tuple(each.name for each in fields(PolicyAction))
+"""What a turn has of the policy's move."""
 PLACEHOLDERS = 3
 """Ids of an action that nothing has sampled, to see how many values a step returns for them."""
 _MOST_REFUSED = 8

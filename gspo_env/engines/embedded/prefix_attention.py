@@ -18,7 +18,7 @@ from gspo_env.types import IntArray
 MAX_SPAN_RATIO = 2
 """Attend over a contiguous range of slots if it has at most this many slots per row."""
 _LEAST_BYTES = 1 << 20
-"""Bytes of a layer's keys that must be saved: fewer are in a processor's cache."""
+"""Bytes of a layer's keys that must be saved: fewer take no longer than the added operations."""
 
 
 def common_prefix(
