@@ -9,7 +9,7 @@ is the same update with full logits.
 
 With `--preflight`, it trains with each of six settings and compares what the preflight said with
 what the run used: the memory that its process took from the preflight on, and the time of the
-processor from there to the end.
+processor from there to the end. With a GPU, that is the GPU's memory, and the time of the clock.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def _train(name: str, threads: int, answer) -> None:
     from gspo_agents.gspo import GSPOAgent
     from gspo_env.config import Config, override
 
-    time.perf_counter = time.process_time  # the run's own metrics, too
+    gpu = torch.cuda.is_available()
+    clock = time.perf_counter if gpu else time.process_time
+    time.perf_counter = clock  # the run's own metrics, too
     torch.set_num_threads(threads)
     recipe, tree = SETTINGS[name]
     config = Config.from_recipe(recipe) if recipe else Config()
@@ -117,17 +119,22 @@ def _train(name: str, threads: int, answer) -> None:
         agent, status = GSPOAgent(config=config), Path("/proc/self/status")
         agent._gather()
         gspo_agents.preflight.trim()
-        before, began = psutil.Process().memory_info().rss, time.process_time()
+        before = torch.cuda.memory_allocated() if gpu else psutil.Process().memory_info().rss
+        began = clock()
         start = agent._start
         estimate = gspo_agents.preflight.estimate(agent, start.episodes if start else ())
-        measured = time.process_time() - began
+        measured = clock() - began
         gspo_agents.preflight.check = lambda agent, demonstrations: []  # once is enough
-        began = time.process_time()
+        began = clock()
         gspo_agents.preflight.trim()
-        Path("/proc/self/clear_refs").write_text("5")
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
         history = agent.train()
-        seconds = (time.process_time() - began) / threads
-        peak = gspo_agents.preflight.high_water(status) - before
+        seconds = (clock() - began) / (1 if gpu else threads)
+        used = torch.cuda.max_memory_allocated() if gpu else gspo_agents.preflight.high_water(status)
+        peak = used - before
     parts = {}
     for part in ("rollout", "update", "eval"):
         parts[part] = sum(m.get(f"time/{part}", 0.0) for _, m in history)

@@ -22,6 +22,7 @@ llm = LLM(
     enforce_eager=mode == "eager",
     max_model_len=int(context),
     max_num_seqs=int(rows),
+    **{"gpu_memory_utilization": 0.3} if torch.cuda.is_available() else {},  # not alone on it
 )
 torch.set_num_threads(int(threads))
 clock = time.process_time if threads == "1" else time.perf_counter

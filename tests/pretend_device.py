@@ -371,6 +371,10 @@ def pretend_gpu() -> Iterator[Device]:
             (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
             (graphs, "captured", gpu.capture),
             (torch.cuda, "mem_get_info", lambda *_: FREE_MEMORY),
+            (torch.cuda, "synchronize", lambda *_: None),
+            (torch.cuda, "reset_peak_memory_stats", lambda *_: None),
+            (torch.cuda, "memory_allocated", lambda *_: 0),
+            (torch.cuda, "max_memory_allocated", lambda *_: 0),
             (torch.backends.cuda, "is_flash_attention_available", lambda: True),
         ):
             stack.enter_context(patch.object(owner, name, value))

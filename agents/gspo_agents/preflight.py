@@ -410,17 +410,20 @@ class _Clock:
 
     def __init__(self, model: Any) -> None:
         self._threads = torch.get_num_threads()
-        self._is_cpu = next(model.parameters()).device.type == "cpu"
+        self.is_cpu = next(model.parameters()).device.type == "cpu"
         self._began = time.perf_counter(), time.process_time()
 
     def now(self) -> float:
-        return time.process_time() / self._threads if self._is_cpu else time.perf_counter()
+        if self.is_cpu:
+            return time.process_time() / self._threads
+        torch.cuda.synchronize()  # a GPU may still compute what it was told
+        return time.perf_counter()
 
     @property
     def slowdown(self) -> float:
         """How many times as long the clock took since the beginning."""
         wall, processor = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
-        return wall * self._threads / processor if self._is_cpu else 1.0
+        return wall * self._threads / processor if self.is_cpu else 1.0
 
 
 def _refuse(sizes: Sizes, config: Config, work: Work, free: float) -> dict[str, float]:
@@ -619,6 +622,8 @@ async def _measure_engine(
     for rows in (few, many):
         (ids,) = prompts(1)
         await seconds([ids], 1)  # all others copy this prompt
+        if not clock.is_cpu:  # steps of a new shape take longer there
+            await seconds([ids] * rows, 1 + _DECODED)
         before = await seconds([ids] * rows, 1)
         steps.append((await seconds([ids] * rows, 1 + _DECODED) - before) / _DECODED)
     token = max(0.0, (steps[1] - steps[0]) / max(1, many - few))

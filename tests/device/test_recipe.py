@@ -1,5 +1,7 @@
 """A whole run, export and doctor on a GPU: the CPU's numbers."""
 
+import time
+
 import pytest
 import torch
 from pretend_device import pretend_gpu
@@ -7,6 +9,7 @@ from runs import tiny
 from safetensors.torch import load_file
 
 from gspo_agents.gspo import GSPOAgent
+from gspo_agents.preflight import estimate
 
 SHORT = {
     "steps": 3,
@@ -39,3 +42,10 @@ def test_a_run_has_the_numbers_of_the_cpu(tmp_path):
         assert step == moved_step
         assert found == pytest.approx(metrics, rel=1e-4, abs=1e-5)
     torch.testing.assert_close(moved_weights, weights, rtol=1e-3, atol=1e-4)
+
+
+def test_a_preflight_counts_the_time_in_which_the_gpu_still_computes(monkeypatch):
+    with pretend_gpu():
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: time.sleep(0.2))
+        agent = GSPOAgent(config=tiny(**SHORT, learner={"minibatches": 2}))
+        assert estimate(agent, ()).update > 2 * 0.15

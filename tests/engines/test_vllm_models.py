@@ -12,10 +12,11 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 from gspo_env.engines import Sampling
+from gspo_env.engines.vllm import local
 from gspo_env.engines.vllm.local import VLLM, VLLMEngine
 from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
 from gspo_env.errors import EngineError
-from gspo_env.model.export import named_weights
+from gspo_env.model.export import Exporter, named_weights
 from gspo_env.model.unused import hide
 from gspo_env.training.weight_check import HALF_TOLERANCE, difference
 
@@ -32,6 +33,8 @@ MODELS = {
     "Mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
     "Gemma3": {"tie_word_embeddings": True, "layer_types": ["full_attention"] * 2},
     "GptOss": {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": 16},
+    "Llama": {"tie_word_embeddings": True},
+    "Qwen3": {"tie_word_embeddings": True},
 }
 EAGER = VLLM(enforce_eager=True)
 ROOM = {"max_slots": 8, "max_context": 128}
@@ -103,6 +106,26 @@ def test_changed_weights_reach_the_engine_in_their_dtype(start, name, kind):
         assert differs(engine, model) > other
         sync(engine, named_weights(model))
         assert differs(engine, model) < same
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3"])
+def test_a_head_that_stays_tied_as_on_a_gpu_gets_the_weights_of_the_embeddings(
+    start, monkeypatch, name
+):
+    # without packed weights, vLLM computes as on a GPU
+    monkeypatch.setattr("vllm._custom_ops._supports_onednn", False)
+    monkeypatch.setattr(local, "Exporter", lambda model, untie: Exporter(model, untie=False))
+    model = tiny(name)
+    engine = start(model)
+    assert differs(engine, model) < 1e-5
+    for _ in range(2):
+        perturb(model)
+        assert differs(engine, model) > 1e-2
+        sync(engine, named_weights(model))
+        assert differs(engine, model) < 1e-5
+    others = ((n, t) for n, t in named_weights(model) if "embed_tokens" not in n)
+    with pytest.raises(EngineError, match=r"no new values for .*embed_tokens"):
+        sync(engine, others)
 
 
 @pytest.mark.parametrize("kind", [VLLMEngine, VLLMServerEngine])

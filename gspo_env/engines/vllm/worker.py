@@ -76,10 +76,14 @@ class _Watch:
         self._loaded: set[str] = set()
         self._untouched: set[str] = set()
         self._expected: set[str] | None = None
+        self._tied = _tied(model)
 
     @property
     def stale(self) -> set[str]:
-        return self._untouched | ((self._expected or set()) - self._loaded)
+        names = self._untouched | ((self._expected or set()) - self._loaded)
+        # a tied head waits for weights as if it were not, and then has those of the embeddings
+        new = {pair for pair in self._tied & _tied(self._model) if not names.issuperset(pair)}
+        return names.difference(*new)
 
     def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         if self._expected is None:  # vLLM has removed what it derives from the weights
@@ -120,6 +124,14 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if reference() is not None:
                         self.unread.discard(name)
         return func(*args, **(kwargs or {}))
+
+
+def _tied(model: nn.Module) -> set[frozenset[str]]:
+    """Returns the names of the weights that share their memory."""
+    names: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(weight.data_ptr(), []).append(name)
+    return {frozenset(same) for at, same in names.items() if at and len(same) > 1}
 
 
 def _untouched(model: nn.Module) -> set[str]:
