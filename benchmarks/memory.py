@@ -106,6 +106,7 @@ def _train(name: str, threads: int, answer) -> None:
 
     import gspo_agents.preflight
     from gspo_agents.gspo import GSPOAgent
+    from gspo_agents.preflight import high_water
     from gspo_env.config import Config, override
 
     gpu = torch.cuda.is_available()
@@ -133,8 +134,8 @@ def _train(name: str, threads: int, answer) -> None:
             Path("/proc/self/clear_refs").write_text("5")
         history = agent.train()
         seconds = (clock() - began) / (1 if gpu else threads)
-        used = torch.cuda.max_memory_allocated() if gpu else gspo_agents.preflight.high_water(status)
-        peak = used - before
+        most = torch.cuda.max_memory_allocated if gpu else lambda: high_water(status)
+        peak = most() - before
     parts = {}
     for part in ("rollout", "update", "eval"):
         parts[part] = sum(m.get(f"time/{part}", 0.0) for _, m in history)

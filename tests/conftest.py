@@ -17,7 +17,7 @@ from gspo_env.learner.stats import UpdateStats, to_cpu
 from gspo_env.recipes.build import build, build_model, build_tokenizer, imitation_samples, warm_up
 from gspo_env.recipes.tiny import Tiny
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are as many test processes as cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are more test processes than cores
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the numbers that tests expect are a CPU's
 hypothesis.settings.register_profile("shared", deadline=None)  # other programs may be running
 hypothesis.settings.load_profile("shared")
@@ -27,6 +27,11 @@ WORDS = [
     "You are a helpful assistant. Use the tool, then answer.",
     "<answer>cedar</answer> birch stone river",
 ]
+
+
+def pytest_xdist_auto_num_workers(config):
+    """One test process more than there are cores, since some tests wait."""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -200,7 +200,14 @@ def test_engine_and_trainer_agree_on_branched_episodes_and_the_common_past_is_co
         assert len(pack(samples).input_ids_T) <= 1.05 * distinct
 
 
-@pytest.mark.parametrize(("slots", "size", "n"), [(8, 4, 3), (16, 4, 3), (8, 2, 6), (8, 4, 6)])
+@pytest.mark.parametrize(
+    ("slots", "size", "n"),
+    [
+        (8, 4, 3),
+        (8, 2, 6),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in ((16, 4, 3), (8, 4, 6))),
+    ],
+)
 def test_an_engine_with_few_slots_computes_a_common_past_once(player, slots, size, n):
     make = lambda: make_env(player.env_id)  # noqa: E731
     limits = {"concurrency": slots, "group_size": size, "max_turns": 5}
