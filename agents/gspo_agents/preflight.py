@@ -344,7 +344,9 @@ def _estimate(agent: GSPOAgent, model: Any, demonstrations: Sequence[Episode]) -
     groups, recipe, settings = config.tasks_per_step, config.recipe, config.learner
     episodes, slots = groups * config.rollout.group_size, config.rollout.concurrency
     if not isinstance(config.engine, Transformers) or config.rollout.ray_workers:
-        _refuse(sizes, config, Work(tokens=0, longest=0, slots=0), free)
+        parts = _refuse(sizes, config, Work(tokens=0, longest=0, slots=0), free)
+        needs = f"{_describe(sizes, parts, free)}; activations and the engine are not in it"
+        Progress().line(f"{'memory':<13}{needs}")
         return None
     few = override(config, {"rollout": {"concurrency": min(slots, _ROWS[-1])}})
     small = Work(tokens=0, longest=_FIRST_CAPACITY, slots=few.rollout.concurrency)

@@ -180,6 +180,20 @@ def test_an_engine_too_slow_for_a_single_turn_leaves_the_prompts_to_count(agent,
     assert lengths.sampled == lengths.steps == config.rollout.max_turn_tokens
 
 
+@pytest.mark.parametrize(
+    "changes", [{"engine": {"name": "vllm"}}, {"rollout": {"workers": "ray:1"}}]
+)
+def test_a_run_whose_engine_is_elsewhere_says_what_is_known_of_its_memory(agent, capsys, changes):
+    config = override(agent.config, changes)
+    other = GSPOAgent(agent.model, Wordy, agent.config, agent.tokenizer)
+    other.config = config
+    assert check(other, ()) == []
+    shown = capsys.readouterr().out
+    assert re.search(
+        r"^memory +weights .* optimiser .* more, of .* free; .* not in it$", shown, re.M
+    )
+
+
 def test_a_run_that_learns_nothing_is_estimated_too(agent):
     config = Config(steps=0, eval_tasks=4, tracker="none")
     expected = estimate(GSPOAgent(agent.model, Wordy, config, agent.tokenizer), ())

@@ -128,10 +128,11 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _tied(model: nn.Module) -> set[frozenset[str]]:
     """Returns the names of the weights that share their memory."""
-    names: dict[int, list[str]] = {}
+    names: dict[tuple[int, torch.Size], list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
-        names.setdefault(weight.data_ptr(), []).append(name)
-    return {frozenset(same) for at, same in names.items() if at and len(same) > 1}
+        if weight.data_ptr():  # else it has no memory, or none of its own
+            names.setdefault((weight.data_ptr(), weight.shape), []).append(name)
+    return {frozenset(same) for same in names.values() if len(same) > 1}
 
 
 def _untouched(model: nn.Module) -> set[str]:
