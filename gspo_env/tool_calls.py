@@ -315,9 +315,11 @@ def _find_calls(
 
 def _may_have_bare(text: str, schemas: Schemas) -> bool:
     """Returns whether a text may have calls without a mark: most texts have none."""
-    if not text or any(start in text for start in ("{", "[", "Action:", "\u273fFUNCTION\u273f:")):
-        return bool(text)
-    return any(f"{name}(" in text or f"<{name}" in text for name in schemas)
+    starts = ("{", "[", "Action:", "\u273fFUNCTION\u273f:")
+    return bool(text) and (
+        any(start in text for start in starts)
+        or any(f"{name}(" in text or f"<{name}" in text for name in schemas)
+    )
 
 
 def _read(mark: str, text: str, start: int, schemas: Schemas) -> Reading:

@@ -16,6 +16,7 @@ from gspo_env.env.registration import make_env
 from gspo_env.learner.stats import UpdateStats, to_cpu
 from gspo_env.recipes.build import build, build_model, build_tokenizer, imitation_samples, warm_up
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.runtime.processes import usable_cores
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are more test processes than cores
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the numbers that tests expect are a CPU's
@@ -30,8 +31,8 @@ WORDS = [
 
 
 def pytest_xdist_auto_num_workers(config):
-    """One test process more than there are cores, since some tests wait."""
-    return (os.cpu_count() or 1) + 1
+    """One test process more than cores, since some tests wait; a variable of xdist wins."""
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else usable_cores() + 1
 
 
 @pytest.fixture(scope="session", autouse=True)
