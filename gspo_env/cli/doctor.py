@@ -42,7 +42,7 @@ class Doctor:
 
 def diagnose(model: str = "") -> list[Finding]:
     """Checks packages, device, the sandbox, vLLM and, if named, a model."""
-    findings = [_versions(), _device(), _threads(), _vision(), _sandbox(), _vllm()]
+    findings = [_versions(), _device(), _threads(), _decoding(), _vision(), _sandbox(), _vllm()]
     return [*findings, _model(model)] if model else findings
 
 
@@ -75,6 +75,12 @@ def _threads() -> Finding:
     from gspo_env.model.thread_speed import describe
 
     return Finding("threads", describe())
+
+
+def _decoding() -> Finding:
+    from gspo_env.engines.embedded.compiled import describe
+
+    return Finding("decoding on a CPU", describe())
 
 
 def _vision() -> Finding:

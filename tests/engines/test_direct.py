@@ -4,44 +4,13 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from plain_models import SHAPE, llama, qwen2, steps
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from gspo_env.engines.embedded.direct import DirectForward, start_direct
-from gspo_env.engines.embedded.kv_cache import KVCache
 from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.check import check_model
 from gspo_env.model.load import add_adapter
-
-SHAPE = {
-    **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2},
-}
-
-
-def llama():
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-    return LlamaForCausalLM(
-        LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, rope_parameters=rope)
-    )
-
-
-def qwen2():
-    window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
-    return Qwen2ForCausalLM(Qwen2Config(**SHAPE, **window, tie_word_embeddings=True))
-
-
-def steps(model, direct=None):
-    """Log-probabilities of some ragged steps with prompts, single tokens and gaps."""
-    cache, logprobs, lengths = KVCache(model, 5, 200), [], [0] * 5
-    generator = torch.Generator().manual_seed(1)
-    for sizes in ({0: 40, 3: 7}, {0: 1, 3: 1}, {0: 3, 1: 150, 3: 1, 4: 1}, {0: 1, 1: 1, 4: 1}):
-        feeds = [torch.randint(0, 90, (n,), generator=generator).tolist() for n in sizes.values()]
-        starts = [lengths[slot] for slot in sizes]
-        logits = cache.forward(model, list(sizes), starts, feeds, direct)
-        logprobs.append(logits.float().log_softmax(-1))
-        for slot, size in sizes.items():
-            lengths[slot] += size
-    return torch.cat(logprobs)
 
 
 @pytest.mark.parametrize("fused", [True, False])

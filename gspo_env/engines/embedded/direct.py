@@ -30,6 +30,7 @@ from gspo_env.model.attention import Ragged
 from gspo_env.model.check import noted_check
 from gspo_env.model.head import is_linear
 from gspo_env.model.threads import is_small
+from gspo_env.registry import load_function
 
 logger = logging.getLogger(__name__)
 
@@ -70,16 +71,26 @@ class DirectForward:
         model: The model.
         fused: Whether products are those of oneDNN; by default where the processor has AVX-512.
         dtype: That of the arithmetic, float32 or the model's own, which is the default.
+        compiled: Whether a compiler of the machine makes the operations between products; by
+            default with products of oneDNN, for a model that is not small.
     """
 
     def __init__(
-        self, model: Any, *, fused: bool | None = None, dtype: torch.dtype | None = None
+        self,
+        model: Any,
+        *,
+        fused: bool | None = None,
+        dtype: torch.dtype | None = None,
+        compiled: bool | None = None,
     ) -> None:
-        fused = _has_avx512() if fused is None else fused
+        fused = has_avx512() if fused is None else fused
         self.dtype = dtype or model.dtype
         # one row of bfloat16 has another order of sums than several
         least = 16 if is_small(model) else 1 if self.dtype is torch.float32 else 2
-        self._products = _Fused(least) if fused else _Products()
+        self._products = Fused(least) if fused else _Products()
+        if compiled or (compiled is None and fused and not is_small(model)):
+            start = load_function("gspo_env.engines.embedded.compiled:start_compiled", "decoding")
+            self._products = start(model.config, least) or self._products
         self._exact = self.dtype is torch.float32
         packed = fused and self.dtype is model.dtype and packs(model)
         self._convert: Callable[[Tensor], Tensor] = _packed if packed else self._converted
@@ -120,6 +131,11 @@ class DirectForward:
         return plain_embedding and model.config.hidden_act == "silu" and rope in STATIC_ROPE
 
     @property
+    def rows(self) -> Any:
+        """What makes the attention of decoding rows; None leaves it to PyTorch."""
+        return self._products.rows
+
+    @property
     def usable(self) -> bool:
         """Whether the model's modules have no hooks, which this pass would not call."""
         return not any(self._hooks)
@@ -148,7 +164,7 @@ class DirectForward:
         h = embedding(products.padded(ids_T), self._body.embed_tokens.weight).to(self.dtype)
         angles = self._angles_of(positions_T)[:, :, None].unbind(1)
         for number, layer in enumerate(self._layers):
-            q, k, v = self._heads(layer, self._norm(h, layer.input_norm), count, *angles)
+            q, k, v = self._heads(layer, self._norm(h, layer.input_norm), count, angles)
             window = getattr(layer.attention, "sliding_window", None)
             heads = step.attend(number, q, k, v, layer.attention.scaling, window)
             if number == last and len(last_B) < count:  # the others have keys and values only
@@ -160,26 +176,17 @@ class DirectForward:
         return products.plain(self._head, x)[: len(last_B)]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self._exact and weight.dim() == 1:
-            return rms_norm(x, x.shape[-1:], weight, self._eps)
-        return rms_norm(x, x.shape[-1:], None, self._eps).mul_(weight)
+        return self._products.norm(x, weight, self._eps)
 
     def _heads(
-        self, layer: _Layer, x: Tensor, count: int, cos: Tensor, sin: Tensor
+        self, layer: _Layer, x: Tensor, count: int, angles: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """Returns queries, keys and values, (T, H, D); the first two normed and rotated."""
         products = [self._products.plain(linear, x)[:count] for linear in layer.qkv]
         out = products[0] if len(products) == 1 else torch.cat(products, 1)
-        out = out.view(count, -1, self._size)
-        turned = out[:, : self._queries + self._keys]
-        if layer.head_norm is not None:
-            turned = self._norm(turned, layer.head_norm)
-        rotated = turned.roll(self._size // 2, -1)
-        if self._exact:
-            turned = torch.addcmul(turned * cos, rotated, sin)
-        else:
-            turned = (turned * cos).add_(rotated.mul_(sin))
-        return *torch.split(turned, [self._queries, self._keys], 1), out[:, -self._keys :]
+        out, sizes = out.view(count, -1, self._size), [self._queries, self._keys]
+        turned = self._products.rotated(out, sum(sizes), layer.head_norm, angles, self._eps)
+        return *torch.split(turned, sizes, 1), out[:, -self._keys :]
 
     def _angles_of(self, positions_T: Tensor) -> Tensor:
         """Returns cosines and signed sines, (T, 2, D)."""
@@ -198,7 +205,7 @@ class DirectForward:
             head_norm = self._converted(torch.stack([norm.weight for norm in norms]))
         gate_up = mlp.gate_proj, mlp.up_proj
         # in float32, oneDNN computes the activation with the first and multiplies with the second
-        separate = self._exact and isinstance(self._products, _Fused)
+        separate = self._exact and isinstance(self._products, Fused)
         return _Layer(
             attention,
             self._converted(layer.input_layernorm.weight),
@@ -232,10 +239,11 @@ def packs(model: Any) -> bool:
     With up to 32 sequences, products with it take two thirds of the time.
     """
     pays = not is_small(model) or model.dtype is not torch.float32
-    return _has_avx512() and pays and DirectForward.fits(model) and _fits_twice(model)
+    return has_avx512() and pays and DirectForward.fits(model) and _fits_twice(model)
 
 
-def _has_avx512() -> bool:
+def has_avx512() -> bool:
+    """Returns whether PyTorch uses the instructions of AVX-512 on this processor."""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
@@ -253,6 +261,9 @@ def _fits_twice(model: Any) -> bool:
 
 class _Products:
     """Products of PyTorch, with each activation and sum in an operation of its own."""
+
+    rows: Any = None
+    """See `DirectForward.rows`."""
 
     def padded(self, rows: Tensor) -> Tensor:
         """Returns the rows, perhaps with zeros behind them."""
@@ -275,8 +286,28 @@ class _Products:
         gate, up = outs if len(outs) == 2 else outs[0].chunk(2, -1)
         return silu(gate, inplace=True) * up
 
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Returns the RMS norm over the last axis, with a weight of one axis or two."""
+        if x.dtype is torch.float32 and weight.dim() == 1:
+            return rms_norm(x, x.shape[-1:], weight, eps)
+        return rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
 
-class _Fused(_Products):
+    def rotated(
+        self, x: Tensor, heads: int, weight: Tensor | None, angles: tuple[Tensor, ...], eps: float
+    ) -> Tensor:
+        """Returns the first heads of x, (T, H, D), normed if there is a weight, and rotated.
+
+        x may change. The angles are cosines and signed sines, (T, 1, D), parts of one tensor.
+        """
+        cos, sin = angles
+        turned = x[:, :heads] if weight is None else self.norm(x[:, :heads], weight, eps)
+        rotated = turned.roll(x.shape[2] // 2, -1)
+        if x.dtype is torch.float32:
+            return torch.addcmul(turned * cos, rotated, sin)
+        return (turned * cos).add_(rotated.mul_(sin))
+
+
+class Fused(_Products):
     """Products of oneDNN, in float32 together with what follows them."""
 
     def __init__(self, least: int) -> None:
@@ -285,6 +316,7 @@ class _Fused(_Products):
         self._binary: Any = torch.ops.mkldnn._linear_pointwise.binary
 
     def padded(self, rows: Tensor) -> Tensor:
+        """See `_Products`."""
         # oneDNN compiles a kernel for each number of rows, so they are few
         padding = rounded(len(rows), self._least) - len(rows)
         if not padding:
@@ -292,16 +324,19 @@ class _Fused(_Products):
         return torch.cat([rows, rows.new_zeros(padding, *rows.shape[1:])])
 
     def plain(self, layer: Linear, x: Tensor) -> Tensor:
+        """See `_Products`."""
         out: Tensor = self._linear(x, *layer, "none", [], "")
         return out
 
     def add(self, layer: Linear, x: Tensor, other: Tensor) -> Tensor:
+        """See `_Products`."""
         if x.dtype is not torch.float32:
             return super().add(layer, x, other)
         out: Tensor = self._binary(x, other, *layer, "add")
         return out
 
     def gated(self, gate_up: list[Linear], x: Tensor) -> Tensor:
+        """See `_Products`."""
         if x.dtype is not torch.float32:
             return super().gated(gate_up, x)
         gate, up = gate_up

@@ -5,8 +5,9 @@ Axis letters: B rows (sequences of a step), T tokens, S slots, H heads, D head s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ class Queries:
         start_B: (B,) how many tokens each sequence has before these.
         size_B: (B,) the numbers of tokens.
         prefix: See `common_prefix`.
+        rows: See `DirectForward.rows`.
     """
 
     def __init__(
@@ -46,19 +48,26 @@ class Queries:
         start_B: IntArray,
         size_B: IntArray,
         prefix: tuple[int, Sequence[IntArray]] = (0, ()),
+        rows: Callable[..., Any] | None = None,
     ) -> None:
-        first_B = np.cumsum(size_B) - size_B
+        first_B, single = np.cumsum(size_B) - size_B, size_B == 1
         length, alike = prefix
-        others = np.ones(len(size_B), dtype=bool)
-        for rows in alike:
-            others[rows] = False
-        # Decoding rows and prompts form two groups, so that a long prompt pads no decoding row.
-        members = [m for m in (others & (size_B == 1), size_B > 1) if m.any()]
-        self._groups: list[_Rows | PrefixRows] = [
-            _Rows(slot_B[m], start_B[m], size_B[m], first_B[m]) for m in members
-        ]
-        if alike:
+        others = single.copy()
+        for group in alike:
+            others[group] = False
+        self._groups: list[Any] = []
+        if rows is not None and single.any():
+            self._groups.append(rows(slot_B, start_B, first_B, single, prefix))
+            others[:] = False
+        elif alike:
             self._groups.append(PrefixRows(slot_B, start_B, first_B, alike, length))
+        # Decoding rows and prompts form two groups, so that a long prompt pads no decoding row.
+        self._groups += [
+            _Rows(slot_B[m], start_B[m], size_B[m], first_B[m])
+            for m in (others, ~single)
+            if m.any()
+        ]
+        self._stores = rows is not None and bool(single.all())
         restore_T, total = np.empty(int(size_B.sum()), dtype=np.int64), 0
         for group in self._groups:
             restore_T[group.tokens] = group.places_in_output + total
@@ -71,6 +80,12 @@ class Queries:
         self._restore = next(tensors)
         for group in self._groups:
             group.place(*islice(tensors, len(group.arrays)))
+
+    def store(self, key: Tensor, value: Tensor) -> bool:
+        """Lets attention store the tokens' keys and values; returns whether it will."""
+        if self._stores:
+            self._groups[0].new = key, value
+        return self._stores
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None

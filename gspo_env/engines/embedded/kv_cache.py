@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from gspo_env.errors import EngineError
 from gspo_env.model.attention import is_half, padded_length, value_places
 from gspo_env.registry import load_function
 from gspo_env.types import IntArray
+
+if TYPE_CHECKING:
+    from gspo_env.engines.embedded.direct import DirectForward
 
 _FIRST_CAPACITY = 128
 
@@ -85,7 +88,7 @@ class KVCache:
         slots: list[int],
         starts: list[int],
         feeds: list[list[int]],
-        direct: Callable[..., Tensor] | None = None,
+        direct: DirectForward | None = None,
         families: Sequence[tuple[int, int] | None] | None = None,
     ) -> Tensor:
         """Feeds each slot its new tokens; returns the logits of the last one in each, (B, V).
@@ -95,7 +98,7 @@ class KVCache:
             slots: (B,) the slots.
             starts: (B,) how many tokens each slot holds before.
             feeds: (B,) the new tokens.
-            direct: Computes the pass in place of the model; see `DirectForward`.
+            direct: Computes the pass in place of the model.
             families: (B,) which slots begin alike; see `common_prefix`.
         """
         longest = max(start + len(feed) for start, feed in zip(starts, feeds, strict=True))
@@ -108,7 +111,8 @@ class KVCache:
             decoded: Tensor | None = self._graphs.forward(slots, starts, feeds)
             if decoded is not None:
                 return decoded
-        step = _Step(self, slots, starts, feeds, self.device, self._prefix(feeds, families or ()))
+        prefix = self._prefix(feeds, families or ())
+        step = _Step(self, slots, starts, feeds, self.device, prefix, direct and direct.rows)
         if direct is not None:
             return direct(step.ids_T, step.positions_T, step.last_B, step)
         output = model(
@@ -173,6 +177,7 @@ class _Step:
         feeds: Sequence[Sequence[int]],
         device: torch.device,
         prefix: tuple[int, list[IntArray]],
+        rows: Callable[..., Any] | None,
     ) -> None:
         self._cache = cache
         slot_B, start_B, size_B = (
@@ -182,7 +187,7 @@ class _Step:
         row_T = np.repeat(np.arange(len(size_B)), size_B)
         positions_T = (start_B - end_B + size_B)[row_T] + np.arange(len(row_T))
         ids_T = np.fromiter(chain.from_iterable(feeds), dtype=np.int64, count=len(row_T))
-        self._queries = Queries(slot_B, start_B, size_B, prefix)
+        self._queries = Queries(slot_B, start_B, size_B, prefix, rows)
         arrays = [ids_T, positions_T, end_B - 1, slot_B[row_T], *self._queries.arrays]
         tensors = iter(upload(arrays, device))
         self.ids_T, self.positions_T, self.last_B, self._slot_T = islice(tensors, 4)
@@ -199,9 +204,10 @@ class _Step:
     ) -> Tensor:
         """See `Ragged.attend`."""
         keys, values = self._cache.layer(layer, key)
-        for cached, new in ((keys, key), (values, value)):
-            new = new.to(cached.dtype)
-            cached.transpose(1, 2).index_put_((self._slot_T, self.positions_T), new)
+        if not self._queries.store(key, value):
+            for cached, new in ((keys, key), (values, value)):
+                new = new.to(cached.dtype)
+                cached.transpose(1, 2).index_put_((self._slot_T, self.positions_T), new)
         return self._queries.attend(query, keys, values, scale, window)
 
 
