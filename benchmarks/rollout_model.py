@@ -58,6 +58,7 @@ from transformers import DynamicCache
 
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.base import Sampling
+from gspo_env.engines.embedded.compiled import CompiledRows
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.model.export import Exporter, named_weights
@@ -183,6 +184,8 @@ def profile_steps(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> 
     """Prints the milliseconds of a decode step and of its parts, for each number of sequences."""
     length, new = arguments.length[0], arguments.new
     prompts = make_prompts(tokenizer, max(arguments.profile), length)
+    # the profiler sees only operations of PyTorch
+    CompiledRows.attend = torch.profiler.record_function("attention")(CompiledRows.attend)
     for rows in arguments.profile:
         engine = TransformersEngine(model, max_slots=rows, max_context=length + new)
 
