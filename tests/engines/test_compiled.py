@@ -1,6 +1,7 @@
 """Compiled operations of a decode step: the numbers of PyTorch's, in bfloat16 to the last bit."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -65,6 +66,8 @@ def test_attention_of_decoding_rows_is_that_of_pytorch(case):
     for cached, new in zip(others, (key, value), strict=True):
         cached.transpose(1, 2).index_put_(places, new.to(cached.dtype))
 
+    families = [(7, common) if row in alike else None for row in range(len(slots))]
+
     def attend(rows, keys, values):
         step = Queries(slots, starts, np.ones_like(slots), prefix, rows)
         step.place(iter(map(torch.from_numpy, step.arrays)))
@@ -73,7 +76,8 @@ def test_attention_of_decoding_rows_is_that_of_pytorch(case):
 
     before = torch.get_num_threads()
     torch.set_num_threads(case["threads"])
-    ours = attend(start_compiled(llama().config, 2).rows, keys, values)
+    rows = partial(start_compiled(llama().config, 2).rows, families)
+    ours = attend(rows, keys, values)
     expected = attend(None, *others)
     torch.set_num_threads(before)
     # PyTorch's own order depends on the number of queries, and on that of more than 512 values
@@ -114,6 +118,21 @@ def test_a_weight_that_is_no_number_shows_in_the_log_probabilities(name):
     with torch.no_grad():
         getattr(model.model.layers[1].self_attn, name).weight[3, 5] = torch.nan
     assert steps(model, direct).isnan().any(-1).all()
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "cc --no-such-option", 'cc "'])
+def test_without_a_working_compiler_pytorch_computes_and_the_reason_is_said(
+    monkeypatch, caplog, compiler
+):
+    monkeypatch.setenv("CC", compiler)
+    model = llama().eval()
+    use_ragged_attention(model)
+    with caplog.at_level("INFO"):
+        direct = DirectForward(model, fused=True, compiled=True)
+    assert direct.rows is None
+    assert f"{compiler} fails: " in caplog.text
+    assert f"{compiler} fails: " in describe()
+    torch.testing.assert_close(steps(model, direct), steps(model), rtol=1e-5, atol=2e-5)
 
 
 def test_sizes_without_whole_vectors_are_left_to_pytorch():

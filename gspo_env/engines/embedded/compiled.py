@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gspo_env.engines.embedded.direct import Fused, Linear, has_avx512
-from gspo_env.model.attention import is_half
+from gspo_env.model.attention import KEYS, is_half
 from gspo_env.types import IntArray
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def start_compiled(config: Any, least: int) -> Compiled | None:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head % 32 or config.hidden_size % 16 or config.intermediate_size % 16:
         return None
-    library = _library()
+    library = _library(_compiler())
     if isinstance(library, str):
         logger.info("decoding calls operations of PyTorch: %s", library)
         return None
@@ -61,7 +61,7 @@ def describe() -> str:
     """Returns what computes the operations of a decode step, for `gspo-env doctor`."""
     if not has_avx512():
         return "by PyTorch, since this processor has no AVX-512"
-    library = _library()
+    library = _library(_compiler())
     if isinstance(library, str):
         return f"by PyTorch; a C compiler would make real models faster, but {library}"
     return f"compiled by {_compiler()}"
@@ -72,20 +72,20 @@ def _compiler() -> str:
 
 
 @cache
-def _library() -> Any:
+def _library(compiler: str) -> Any:
     """Returns the compiled functions, or why there are none."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "compiled.so"))
         source = str(Path(__file__).with_suffix(".c"))
         try:
-            command = [*shlex.split(_compiler()), *_FLAGS.split(), source, "-o", path, "-lm"]
+            command = [*shlex.split(compiler), *_FLAGS.split(), source, "-o", path, "-lm"]
             subprocess.run(
                 command, check=True, capture_output=True, timeout=_SECONDS, stdin=subprocess.DEVNULL
             )
             library = ctypes.CDLL(path)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             output = (getattr(error, "stderr", None) or b"").decode(errors="replace")
-            return f"{_compiler()} fails: {next(iter(output.splitlines()), error)}"
+            return f"{compiler} fails: {next(iter(output.splitlines()), error)}"
     for name, types in _ARGUMENTS.items():
         getattr(library, name).argtypes = types
     return library
@@ -132,7 +132,7 @@ class Compiled(Fused):
         return x[:, :heads]
 
     def rows(self, *args: Any) -> CompiledRows:
-        """Returns the decoding rows of a step; see `CompiledRows`."""
+        """See `DirectForward.rows`."""
         return CompiledRows(self._library, *args)
 
 
@@ -141,11 +141,12 @@ class CompiledRows:
 
     Args:
         library: The compiled functions.
+        families: (B,) of each row, the family that it begins like and for how many tokens; rows
+            after the last have none.
         slot_B: (B,) the slots of all rows.
         start_B: (B,) how many tokens each sequence has before these.
         first_B: (B,) the place of each row's first token in the step.
         single_B: (B,) which rows have one token.
-        prefix: See `common_prefix`.
     """
 
     new: tuple[Tensor, Tensor] | None = None
@@ -154,16 +155,18 @@ class CompiledRows:
     def __init__(
         self,
         library: Any,
+        families: Sequence[tuple[int, int] | None],
         slot_B: IntArray,
         start_B: IntArray,
         first_B: IntArray,
         single_B: Any,
-        prefix: tuple[int, Sequence[IntArray]],
     ) -> None:
-        length, groups = prefix
         anchor_B, common_B = slot_B.copy(), np.zeros_like(slot_B)
-        for group in groups:
-            anchor_B[group], common_B[group] = slot_B[group[0]], length
+        anchors: dict[tuple[int, int], int] = {}
+        for row in np.flatnonzero(single_B[: len(families)]):
+            if family := families[row]:
+                anchor_B[row] = anchors.setdefault(family, slot_B[row])
+                common_B[row] = family[1] // KEYS * KEYS
         self._library = library
         self.tokens = first_B[single_B]
         self.total = len(self.tokens)

@@ -5,11 +5,11 @@ the calls of its modules, and in tensors for each operation of a norm or an acti
 of PyTorch are those of MKL, which uses half of the vector width of some processors with AVX-512.
 There, each product is one call of oneDNN, in float32 with the activation, product or sum that
 follows it. In bfloat16, those are operations of their own, which round as the model's modules do,
-so that engine and trainer agree. If the memory allows it, products read copies in the order of the
-kernels, which oneDNN otherwise makes for each product of a few rows, and queries, keys and values
-are one product. Where the processor has no instructions for bfloat16, they read copies in float32.
-What a machine has decides each of these choices, never a measurement: a resumed run gets the same
-bits.
+so that engine and trainer agree. With a C compiler, what is between the products is compiled. If
+the memory allows it, products read copies in the order of the kernels, which oneDNN otherwise makes
+for each product of a few rows, and queries, keys and values are one product. Where the processor
+has no instructions for bfloat16, they read copies in float32. What a machine has decides each of
+these choices, never a measurement: a resumed run gets the same bits.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class DirectForward:
 
     @property
     def rows(self) -> Any:
-        """What makes the attention of decoding rows; None leaves it to PyTorch."""
+        """What makes the decoding rows of a step; None leaves them to PyTorch."""
         return self._products.rows
 
     @property

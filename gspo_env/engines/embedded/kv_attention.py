@@ -39,7 +39,7 @@ class Queries:
         start_B: (B,) how many tokens each sequence has before these.
         size_B: (B,) the numbers of tokens.
         prefix: See `common_prefix`.
-        rows: See `DirectForward.rows`.
+        rows: What makes the decoding rows; see `CompiledRows`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Queries:
             others[group] = False
         self._groups: list[Any] = []
         if rows is not None and single.any():
-            self._groups.append(rows(slot_B, start_B, first_B, single, prefix))
+            self._groups.append(rows(slot_B, start_B, first_B, single))
             others[:] = False
         elif alike:
             self._groups.append(PrefixRows(slot_B, start_B, first_B, alike, length))

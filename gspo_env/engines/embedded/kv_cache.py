@@ -6,6 +6,7 @@ Axis letters: B rows (sequences of a step), T fed tokens, S slots, H heads, D he
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -111,8 +112,12 @@ class KVCache:
             decoded: Tensor | None = self._graphs.forward(slots, starts, feeds)
             if decoded is not None:
                 return decoded
-        prefix = self._prefix(feeds, families or ())
-        step = _Step(self, slots, starts, feeds, self.device, prefix, direct and direct.rows)
+        families = families or ()
+        if direct is not None and direct.rows is not None:
+            prefix, rows = (0, []), partial(direct.rows, families)
+        else:
+            prefix, rows = self._prefix(feeds, families), None
+        step = _Step(self, slots, starts, feeds, self.device, prefix, rows)
         if direct is not None:
             return direct(step.ids_T, step.positions_T, step.last_B, step)
         output = model(
