@@ -107,10 +107,10 @@ class Compiled(Fused):
         """See `_Products`."""
         if len(gate_up) == 2:
             return super().gated(gate_up, x)
-        both = self.plain(gate_up[0], x)
-        rows, size = len(both), both.shape[1] // 2
-        out = both.new_empty(rows, size)
-        self._library.gated(both.data_ptr(), out.data_ptr(), rows, size, torch.get_num_threads())
+        product = self.plain(gate_up[0], x)
+        rows, size = len(product), product.shape[1] // 2
+        out = product.new_empty(rows, size)
+        self._library.gated(product.data_ptr(), out.data_ptr(), rows, size, torch.get_num_threads())
         return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -163,8 +163,8 @@ class CompiledRows:
     ) -> None:
         anchor_B, common_B = slot_B.copy(), np.zeros_like(slot_B)
         anchors: dict[tuple[int, int], int] = {}
-        for row in np.flatnonzero(single_B[: len(families)]):
-            if family := families[row]:
+        for row, family in enumerate(families):
+            if family is not None and single_B[row]:
                 anchor_B[row] = anchors.setdefault(family, slot_B[row])
                 common_B[row] = family[1] // KEYS * KEYS
         self._library = library

@@ -5,7 +5,7 @@ Axis letters: B rows (sequences of a step), T fed tokens, S slots, H heads, D he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -114,10 +114,10 @@ class KVCache:
                 return decoded
         families = families or ()
         if direct is not None and direct.rows is not None:
-            prefix, rows = (0, []), partial(direct.rows, families)
+            groups: dict[str, Any] = {"rows": partial(direct.rows, families)}
         else:
-            prefix, rows = self._prefix(feeds, families), None
-        step = _Step(self, slots, starts, feeds, self.device, prefix, rows)
+            groups = {"prefix": self._prefix(feeds, families)}
+        step = _Step(self, slots, starts, feeds, self.device, groups)
         if direct is not None:
             return direct(step.ids_T, step.positions_T, step.last_B, step)
         output = model(
@@ -181,8 +181,7 @@ class _Step:
         starts: Sequence[int],
         feeds: Sequence[Sequence[int]],
         device: torch.device,
-        prefix: tuple[int, list[IntArray]],
-        rows: Callable[..., Any] | None,
+        groups: dict[str, Any],
     ) -> None:
         self._cache = cache
         slot_B, start_B, size_B = (
@@ -192,7 +191,7 @@ class _Step:
         row_T = np.repeat(np.arange(len(size_B)), size_B)
         positions_T = (start_B - end_B + size_B)[row_T] + np.arange(len(row_T))
         ids_T = np.fromiter(chain.from_iterable(feeds), dtype=np.int64, count=len(row_T))
-        self._queries = Queries(slot_B, start_B, size_B, prefix, rows)
+        self._queries = Queries(slot_B, start_B, size_B, **groups)
         arrays = [ids_T, positions_T, end_B - 1, slot_B[row_T], *self._queries.arrays]
         tensors = iter(upload(arrays, device))
         self.ids_T, self.positions_T, self.last_B, self._slot_T = islice(tensors, 4)
