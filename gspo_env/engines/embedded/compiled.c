@@ -90,7 +90,8 @@ INLINE void scores_of(const int tile, const float *queries, const float *keys, l
             Floats key[4];
             for (int j = 0; j < 4; j++) key[j] = load(keys, d * capacity + place + j * WIDTH, 0);
             for (int g = 0; g < tile; g++)
-                for (int j = 0; j < 4; j++) sums[g][j] = fused(all(queries[g * size + d]), key[j], sums[g][j]);
+                for (int j = 0; j < 4; j++)
+                    sums[g][j] = fused(all(queries[g * size + d]), key[j], sums[g][j]);
         }
         for (int g = 0; g < tile; g++)
             for (int j = 0; j < 4; j++) store(scores, g * room + place + j * WIDTH, sums[g][j], 0);
