@@ -25,10 +25,10 @@ def compiler():
 @st.composite
 def decoding(draw):
     """Rows of a step: their slots and positions, which begin alike, and the shape of the heads."""
-    slots = draw(st.lists(st.integers(0, 11), min_size=1, max_size=9, unique=True))
+    slots = draw(st.lists(st.integers(0, 11), min_size=1, max_size=12, unique=True))
     most = draw(st.sampled_from([16, 160, 1600]))
     common = 16 * draw(st.integers(0, most // 16 - 1))
-    starts = draw(st.lists(st.integers(common, most - 1), min_size=9, max_size=9))[: len(slots)]
+    starts = draw(st.lists(st.integers(common, most - 1), min_size=12, max_size=12))[: len(slots)]
     alike = draw(st.permutations(range(len(slots))))[: draw(st.integers(0, len(slots)))]
     heads, shared = draw(st.sampled_from([(9, 3), (4, 4), (7, 1), (10, 2)]))
     return {

@@ -13,6 +13,7 @@
 
 enum { WIDTH = 16, TILE = 4 };
 enum { BLOCK = 512, PART = 1024 }; /* values that oneDNN adds at once, and see weighted_sum */
+enum { FEW = 64, MOST_ROWS = 8 };  /* keys, and rows that read them, at a time */
 typedef __m512 Floats;
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Bits __attribute__((vector_size(64)));
@@ -175,43 +176,95 @@ INLINE void move_sums(float *to, float *from, int count, int is_half) {
     }
 }
 
-/* The attention of `group` query heads of one row to one head of keys, in memory for group *
-   (capacity + 4 * D) numbers; the first `common` keys and values are elsewhere. Returns the
-   outputs. */
-INLINE const float *attend_head(const void *query, const float *keys, const float *first_keys,
-                                const void *values, const void *first_values, float *memory,
-                                int group, int size, long capacity, float scale, long start,
-                                long common, long end, int is_half) {
-    long room = capacity, count = group * size;
-    float *scores = memory, *queries = scores + group * room, *block = queries + count;
-    float *part = block + count, *out = part + count;
-    for (long d = 0; d < count; d += WIDTH) store(queries, d, load(query, d, is_half) * scale, 0);
-    memset(block, 0, sizeof(float) * 3 * count);
-    long first = start / WIDTH * WIDTH, last = (end + WIDTH - 1) / WIDTH * WIDTH;
+/* What `attend` gets, and the bytes of a number. */
+typedef struct {
+    const void *query, *key, *value;
+    const long *strides;
+    float *keys;
+    char *values;
+    void *out;
+    int shared, group, size;
+    long capacity, places, number_bytes;
+    float scale;
+    long window;
+} Step;
+
+INLINE long least(long a, long b) { return a < b ? a : b; }
+
+INLINE void store_token(const Step *s, const int64_t *row, int head, int is_half) {
+    long slot = row[2] * s->shared + head, position = row[3], bytes = s->size * s->number_bytes;
+    float *keys = s->keys + slot * s->size * s->capacity + position;
+    for (int d = 0; d < s->size; d += WIDTH) {
+        Floats x = load(s->key, row[1] * s->strides[1] + head * s->size + d, is_half);
+        for (int i = 0; i < WIDTH; i++) keys[(d + i) * s->capacity] = x[i];
+    }
+    long from = (row[1] * s->strides[2] + head * s->size) * s->number_bytes;
+    memcpy(s->values + (slot * s->places + position) * bytes, (const char *)s->value + from, bytes);
+}
+
+/* The attention of `rows` rows that follow each other in the table to one head of keys, in memory
+   for rows * group * (capacity + 4 * D) numbers. The rows begin alike, so that each block of their
+   common keys and values is read once, and then from the first cache. */
+INLINE void attend_rows(const Step *s, const int64_t *table, int rows, int head, float *memory,
+                        int is_half) {
+    int size = s->size, group = s->group, count = rows * group, width = group * size;
+    long room = s->capacity, bytes = size * s->number_bytes;
+    long anchor = table[4] * s->shared + head, common = table[5];
+    float *scores = memory, *queries = scores + count * room, *block = queries + count * size;
+    float *part = block + count * size, *out = part + count * size;
+    memset(block, 0, sizeof(float) * 3 * count * size);
+    long start = s->window && table[3] >= s->window ? table[3] + 1 - s->window : 0;
+    long first = start / WIDTH * WIDTH;
     if (common < first) common = first;
-    IN_TILES(group, scores_of(tile, queries + done * size, first_keys, capacity, size, first,
-                              common, scores + done * room, room);
-             scores_of(tile, queries + done * size, keys, capacity, size, common, last,
-                       scores + done * room, room))
-    for (int g = 0; g < group; g++) {
-        float *row = scores + g * room;
-        for (long l = first; l < start; l++) row[l] = -INFINITY;
-        for (long l = end; l < last; l++) row[l] = -INFINITY;
-        softmax(row, first, last, is_half);
+    for (int r = 0; r < rows; r++) {
+        const int64_t *row = table + 6 * r;
+        if (s->key) store_token(s, row, head, is_half);
+        long from = row[1] * s->strides[0] + head * width;
+        for (int d = 0; d < width; d += WIDTH)
+            store(queries, r * width + d, load(s->query, from + d, is_half) * s->scale, 0);
     }
-    for (long from = first; from < end;) {
-        long to = (from / BLOCK + 1) * BLOCK;
-        to = to < end ? to : end;
-        long split = common < from ? from : common < to ? common : to;
-        IN_TILES(group, add_values(tile, scores + done * room, room, first_values, is_half, size,
-                                   from, split, block + done * size);
-                 add_values(tile, scores + done * room, room, values, is_half, size, split, to,
-                            block + done * size))
-        move_sums(part, block, count, 0);
-        if (to == end || to % PART == 0) move_sums(out, part, count, is_half);
-        from = to;
+    const float *keys = s->keys + anchor * size * room;
+    const char *values = s->values + anchor * s->places * bytes;
+    for (long from = first; from < common; from += FEW) {
+        long to = least(from + FEW, common);
+        IN_TILES(count, scores_of(tile, queries + done * size, keys, room, size, from, to,
+                                  scores + done * room, room))
     }
-    return out;
+    for (int r = 0; r < rows; r++) {
+        const int64_t *row = table + 6 * r;
+        long end = row[3] + 1, last = (end + WIDTH - 1) / WIDTH * WIDTH;
+        float *own_scores = scores + r * group * room, *own_queries = queries + r * width;
+        const float *own = s->keys + (row[2] * s->shared + head) * size * room;
+        IN_TILES(group, scores_of(tile, own_queries + done * size, own, room, size, common, last,
+                                  own_scores + done * room, room))
+        for (int g = 0; g < group; g++, own_scores += room) {
+            for (long l = first; l < start; l++) own_scores[l] = -INFINITY;
+            for (long l = end; l < last; l++) own_scores[l] = -INFINITY;
+            softmax(own_scores, first, last, is_half);
+        }
+    }
+    for (long from = first, to; from < common; from = to) {
+        to = least((from / FEW + 1) * FEW, common);
+        IN_TILES(count, add_values(tile, scores + done * room, room, values, is_half, size, from,
+                                   to, block + done * size))
+        if (to % BLOCK == 0) move_sums(part, block, count * size, 0);
+        if (to % PART == 0) move_sums(out, part, count * size, is_half);
+    }
+    for (int r = 0; r < rows; r++) {
+        const int64_t *row = table + 6 * r;
+        const char *own = s->values + (row[2] * s->shared + head) * s->places * bytes;
+        long end = row[3] + 1, at = r * width;
+        for (long from = common, to; from < end; from = to) {
+            to = least((from / BLOCK + 1) * BLOCK, end);
+            IN_TILES(group, add_values(tile, scores + (r * group + done) * room, room, own, is_half,
+                                       size, from, to, block + at + done * size))
+            move_sums(part + at, block + at, width, 0);
+            if (to == end || to % PART == 0) move_sums(out + at, part + at, width, is_half);
+        }
+        long to = (row[0] * s->shared + head) * width;
+        for (int d = 0; d < width; d += WIDTH)
+            store(s->out, to + d, load(out, at + d, 0), is_half);
+    }
 }
 
 /* Attention of rows with one token each, whose key and value are stored first if they are given.
@@ -224,48 +277,38 @@ INLINE const float *attend_head(const void *query, const float *keys, const floa
 int attend(const void *query, const void *key, const void *value, const long *strides, float *keys,
            void *values, void *out, const int64_t *table, int rows, int shared, int group, int size,
            long capacity, long places, float scale, long window, int is_half, int threads) {
-    int failed = 0;
-    long bytes = is_half ? sizeof(half) : sizeof(float);
+    const Step step = {
+        .query = query, .key = key, .value = value, .strides = strides, .keys = keys,
+        .values = values, .out = out, .shared = shared, .group = group, .size = size,
+        .capacity = capacity, .places = places, .scale = scale, .window = window,
+        .number_bytes = is_half ? sizeof(half) : sizeof(float),
+    };
+    int *starts = malloc(sizeof(int) * (rows + 1)), chunks = 0, failed = 0;
+    int most = least(MOST_ROWS, 1 + rows * shared / (4 * threads)); /* work for all threads */
+    if (!starts) return 1;
+    for (int row = 0, begin = 0; row < rows; row++) {
+        int alike = !window && table[6 * row + 4] == table[6 * begin + 4];
+        if (row && alike && row - begin < most) continue;
+        starts[chunks++] = begin = row;
+    }
+    starts[chunks] = rows;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {
-        float *scratch = malloc(sizeof(float) * group * (capacity + 4 * size));
-        failed = !scratch;
-#pragma omp for schedule(dynamic, 4)
-        for (int task = 0; task < shared * rows; task++) {
-            if (!scratch) continue;
-            /* rows with common tokens follow each other and find these keys in the cache */
-            int head = task / rows;
-            const int64_t *row = table + 6 * (task % rows);
-            long token = row[1], slot = row[2] * shared + head, position = row[3];
-            long anchor = row[4] * shared + head, common = row[5], end = position + 1;
-            float *own_keys = keys + slot * size * capacity;
-            char *own_values = (char *)values + slot * places * size * bytes;
-            if (key) {
-                for (int d = 0; d < size; d += WIDTH) {
-                    Floats x = load(key, token * strides[1] + head * size + d, is_half);
-                    for (int i = 0; i < WIDTH; i++)
-                        own_keys[(d + i) * capacity + position] = x[i];
-                }
-                memcpy(own_values + position * size * bytes,
-                       (const char *)value + (token * strides[2] + head * size) * bytes,
-                       size * bytes);
-            }
-            const char *from =
-                (const char *)query + (token * strides[0] + head * group * size) * bytes;
-            const float *first_keys = keys + anchor * size * capacity;
-            const char *first_values = (const char *)values + anchor * places * size * bytes;
-            long start = window && end > window ? end - window : 0;
-            const float *sums =
-                is_half ? attend_head(from, own_keys, first_keys, own_values, first_values, scratch,
-                                      group, size, capacity, scale, start, common, end, 1)
-                        : attend_head(from, own_keys, first_keys, own_values, first_values, scratch,
-                                      group, size, capacity, scale, start, common, end, 0);
-            long to = (row[0] * shared + head) * group * size;
-            for (int d = 0; d < group * size; d += WIDTH)
-                store(out, to + d, load(sums, d, 0), is_half);
+        float *memory = malloc(sizeof(float) * most * group * (capacity + 4 * size));
+        failed = !memory;
+#pragma omp for schedule(dynamic, 1)
+        for (int task = 0; task < shared * chunks; task++) {
+            if (!memory) continue;
+            int head = task / chunks, first = starts[task % chunks];
+            int many = starts[task % chunks + 1] - first;
+            if (is_half)
+                attend_rows(&step, table + 6 * first, many, head, memory, 1);
+            else
+                attend_rows(&step, table + 6 * first, many, head, memory, 0);
         }
-        free(scratch);
+        free(memory);
     }
+    free(starts);
     return failed;
 }
 

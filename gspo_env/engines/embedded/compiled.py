@@ -40,12 +40,12 @@ _ARGUMENTS = {
 }
 
 
-def start_compiled(config: Any, least: int) -> Compiled | None:
+def start_compiled(config: Any, *sizes: Any) -> Compiled | None:
     """Returns the operations, or None where they cannot be compiled, which is logged.
 
     Args:
         config: That of the model, whose sizes may not fit.
-        least: See `Fused`.
+        sizes: The arguments of `Fused`.
     """
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head % 32 or config.hidden_size % 16 or config.intermediate_size % 16:
@@ -54,7 +54,7 @@ def start_compiled(config: Any, least: int) -> Compiled | None:
     if isinstance(library, str):
         logger.info("decoding calls operations of PyTorch: %s", library)
         return None
-    return Compiled(least, library)
+    return Compiled(library, *sizes)
 
 
 def describe() -> str:
@@ -95,12 +95,12 @@ class Compiled(Fused):
     """Products of oneDNN, and compiled operations between them.
 
     Args:
-        least: See `Fused`.
         library: The compiled functions.
+        sizes: The arguments of `Fused`.
     """
 
-    def __init__(self, least: int, library: Any) -> None:
-        super().__init__(least)
+    def __init__(self, library: Any, *sizes: Any) -> None:
+        super().__init__(*sizes)
         self._library = library
 
     def gated(self, gate_up: list[Linear], x: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ _BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.3}
 """Largest difference of a log-probability, in nats, from the model's own pass; the mean over ids in
 bfloat16, where another order of sums rounds single ids by more."""
 _MANY = 128
-"""Rows from which a number of rows is rounded up by an eighth at most."""
+"""Rows from which a small model's number of rows is rounded up by an eighth at most."""
 
 
 class _Layer(NamedTuple):
@@ -87,10 +87,11 @@ class DirectForward:
         self.dtype = dtype or model.dtype
         # one row of bfloat16 has another order of sums than several
         least = 16 if is_small(model) else 1 if self.dtype is torch.float32 else 2
-        self._products = Fused(least) if fused else _Products()
+        many = _MANY if is_small(model) else None
+        self._products = Fused(least, many) if fused else _Products()
         if compiled or (compiled is None and fused and not is_small(model)):
             start = load_function("gspo_env.engines.embedded.compiled:start_compiled", "decoding")
-            self._products = start(model.config, least) or self._products
+            self._products = start(model.config, least, many) or self._products
         self._exact = self.dtype is torch.float32
         packed = fused and self.dtype is model.dtype and packs(model)
         self._convert: Callable[[Tensor], Tensor] = _packed if packed else self._converted
@@ -308,17 +309,22 @@ class _Products:
 
 
 class Fused(_Products):
-    """Products of oneDNN, in float32 together with what follows them."""
+    """Products of oneDNN, in float32 together with what follows them.
 
-    def __init__(self, least: int) -> None:
-        self._least = least
+    Args:
+        least: See `rounded`.
+        many: See `rounded`.
+    """
+
+    def __init__(self, least: int, many: int | None = None) -> None:
+        self._sizes = least, many
         self._linear: Any = torch.ops.mkldnn._linear_pointwise.default
         self._binary: Any = torch.ops.mkldnn._linear_pointwise.binary
 
     def padded(self, rows: Tensor) -> Tensor:
         """See `_Products`."""
         # oneDNN compiles a kernel for each number of rows, so they are few
-        padding = rounded(len(rows), self._least) - len(rows)
+        padding = rounded(len(rows), *self._sizes) - len(rows)
         if not padding:
             return rows
         return torch.cat([rows, rows.new_zeros(padding, *rows.shape[1:])])
@@ -394,13 +400,14 @@ def _difference(model: Any, direct: DirectForward) -> float:
     return float(torch.stack(gaps).max())
 
 
-def rounded(count: int, least: int = 16) -> int:
+def rounded(count: int, least: int, many: int | None) -> int:
     """Returns a number of rows that is not smaller, of which there are few.
 
-    Up to 16 these are the powers of two from `least`, up to 128 the multiples of 16; above, there
-    are eight between a power of two and the next.
+    Up to 16 these are powers of two from `least`, above the multiples of 16; above `many`, there
+    are only eight between a power of two and the next.
     """
     if count <= 16:
         return max(least, 1 << (count - 1).bit_length())
-    step = 16 if count <= _MANY else 1 << (int(count - 1).bit_length() - 4)
+    few = many is not None and count > many
+    step = 1 << (int(count - 1).bit_length() - 4) if few else 16
     return -(-count // step) * step
