@@ -71,7 +71,6 @@ Ids = list[list[int]]
 TURNS = 3
 TABLE = ["--prompts", "2", "8", "16", "--length", "178", "1500"]
 PROGRAMS = ("ours", "vLLM, compiled", "vLLM, eager", "plain loop", "generate")
-LOOPS = ("plain loop", "generate")
 LARGEST = 25_000
 """Tokens of the prompts of all samples of a loop."""
 
@@ -340,12 +339,13 @@ def compare_rates(
         return rate(seconds)
 
     programs = {"ours": timed(sample_ours, engine)}
-    for name, program in {"plain loop": sample_plainly, "generate": generate}.items():
+    loops = {"plain loop": sample_plainly, "generate": generate}
+    for name, program in loops.items():
         if arguments.loops and rows * length <= LARGEST:
             programs[name] = timed(program, plain)
     for mode, child in children.items():
         programs[f"vLLM, {mode}"] = rate(lambda p, n, c=child: c.seconds(p, arguments.group, n))
-    for name in programs.keys() - {*LOOPS}:
+    for name in programs.keys() - loops.keys():
         programs[name](2)  # compiles kernels
     rates: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(arguments.rounds):

@@ -86,12 +86,12 @@ class DirectForward:
         fused = has_avx512() if fused is None else fused
         self.dtype = dtype or model.dtype
         # one row of bfloat16 has another order of sums than several
-        least = 16 if is_small(model) else 1 if self.dtype is torch.float32 else 2
-        many = _MANY if is_small(model) else None
-        self._products = Fused(least, many) if fused else _Products()
+        least = 1 if self.dtype is torch.float32 else 2
+        sizes = (16, _MANY) if is_small(model) else (least, None)
+        self._products = Fused(*sizes) if fused else _Products()
         if compiled or (compiled is None and fused and not is_small(model)):
             start = load_function("gspo_env.engines.embedded.compiled:start_compiled", "decoding")
-            self._products = start(model.config, least, many) or self._products
+            self._products = start(model.config, *sizes) or self._products
         self._exact = self.dtype is torch.float32
         packed = fused and self.dtype is model.dtype and packs(model)
         self._convert: Callable[[Tensor], Tensor] = _packed if packed else self._converted
