@@ -200,23 +200,25 @@ def load_module(where: str) -> ModuleType:
     path = Path(os.path.expanduser(where)).resolve()
     if not path.is_file():
         raise ImportError(f"the file {where} does not exist")
-    digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()[:12]
+    source = path.read_bytes()
+    digest = hashlib.sha256(str(path).encode() + b"\0" + source).hexdigest()[:12]
     name = f"gspo_env_file_{path.stem}_{digest}"
     if name not in sys.modules:
-        _execute(name, path)
+        _execute(name, path, source)
     return sys.modules[name]
 
 
-def _execute(name: str, path: Path) -> None:
+def _execute(name: str, path: Path, source: bytes) -> None:
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path.name} is no Python file")
+    assert spec is not None
     if (beside := str(path.parent)) not in sys.path:
         sys.path.append(beside)  # at the end, so that no installed module is replaced
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # annotations are resolved through it while it runs
     try:
-        spec.loader.exec_module(module)
+        # Not by the spec's loader: Python takes what it has compiled of a file for that of any
+        # other with the same size and second.
+        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ImportError(f"{path.name} raised {type(error).__name__}: {error}") from error

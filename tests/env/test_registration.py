@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import EntryPoint
 
@@ -41,9 +42,11 @@ def test_registered_ids_and_module_forms_resolve():
     assert gspo_env.make_env("custom/LookupEnv-v0").reset(seed=1)
 
 
-def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path):
+def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
     path = tmp_path / "corner.py"
     path.write_text(FILE_ENV)
+    written = path.stat()
     env_id = gspo_env.resolve_env(f"{path}:CornerEnv")
     assert env_id == "custom/CornerEnv-v0"
     assert gspo_env.resolve_env(f"{path}:CornerEnv") == env_id
@@ -51,6 +54,7 @@ def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path):
     with pytest.raises(UnknownEnvironmentError, match="no environment 'NotAnEnv'"):
         gspo_env.resolve_env(f"{path}:NotAnEnv")
     path.write_text(FILE_ENV.replace("ask", "beg"))
+    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))  # as if in the same second
     env = gspo_env.make_env(f"{path}:CornerEnv")
     assert [t.name for t in env.get_wrapper_attr("tools")] == ["beg"]
 
