@@ -26,7 +26,6 @@ from gspo_env.episodes.schema import (
     schema,
 )
 from gspo_env.files import write_file
-from gspo_env.learner.stats import TokenValues
 from gspo_env.redaction import redact_text
 from gspo_env.rollout.metrics import Evaluation
 from gspo_env.tool_calls import ToolCallError, parse_tool_calls
@@ -35,9 +34,11 @@ from gspo_env.types import Episode, Group, Message, Turn
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from gspo_env.learner.stats import TokenValues
+
 logger = logging.getLogger(__name__)
 
-Tokens = Mapping[tuple[int, int, int], TokenValues]
+Tokens = Mapping[tuple[int, int, int], "TokenValues"]
 """By index of the group, of the episode in the group and of the turn."""
 
 _VALUES = {

@@ -19,7 +19,6 @@ from typing import Any
 
 from gspo_env.env.isolated import ISOLATED
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
-from gspo_env.model.load import load_model
 from gspo_env.registry import load_function
 from gspo_env.rewards import GroupReward, score_group
 from gspo_env.runtime import loops
@@ -297,6 +296,8 @@ class RewardModel:
     def __init__(self, path: str, *, name: str = "", label: str = "", batch_size: int = 32) -> None:
         """Loads the model."""
         import torch
+
+        from gspo_env.model.load import load_model
 
         self.name = name or re.sub(r"\W", "_", str(path).rstrip("/").rpartition("/")[2])
         self.batch_size = batch_size
