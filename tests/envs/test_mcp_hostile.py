@@ -162,11 +162,12 @@ def test_standard_error_takes_little_space(play, monkeypatch):
 
 
 OWNER = """
-import sys, time
+import signal, sys, time
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call
 env = make_env("gspo/MCP-v0", data=[{"prompt": ""}], servers={"w": sys.argv[1:]})
 env.reset(seed=0)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` ignores it
 print(env.step(format_tool_call("t", {}))[0], flush=True)
 time.sleep(600)
 """
