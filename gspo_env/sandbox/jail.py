@@ -158,6 +158,7 @@ def _build_root(request: dict[str, Any]) -> None:
     folders = _readable(request["readable"])
     names = ("/lib", "/lib64") if request["command"] is None else ("/lib", "/lib64", "/bin")
     links = {name: os.readlink(name) for name in names if os.path.islink(name)}
+    os.umask(0o022)  # a stricter one would hide the folders from the code
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     os.mkdir("/tmp/.host")

@@ -130,6 +130,8 @@ def test_it_sees_its_files_and_no_others(make, tmp_path):
     code += "say(json.dumps([sorted(os.listdir(os.path.dirname(__file__))), helper.y,"
     code += "*map(os.path.exists, sys.argv[1:])]))"
     (tmp_path / "agent.py").write_text(code)
+    for path in tmp_path.rglob("*"):
+        path.chmod(0o755)
     paths = [str(tmp_path / "more"), str(tmp_path / "secret.py")]
     command = [sys.executable, "-S", str(tmp_path / "agent.py"), "{file}", *paths[:1]]
     # the task names a file, which makes no file readable

@@ -365,6 +365,7 @@ def test_only_the_interpreters_libraries_can_be_seen(tmp_path):
     assert set(inside(code).stdout.split()) <= known
     tmp_path.chmod(0o755)
     (tmp_path / "helper.py").write_text("answer = 42")
+    (tmp_path / "helper.py").chmod(0o644)
     box = Sandbox(readable=(str(tmp_path),), seconds=20.0)
     assert inside("import helper; print(helper.answer)", box).stdout == "42\n"
     assert "Error" in inside("import helper").stderr
@@ -396,6 +397,16 @@ def test_nothing_outside_can_be_written(tmp_path):
     assert len(said) == len(paths)
     assert "wrote" not in said
     assert not any(os.path.exists(path) for path in paths)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o027, 0o077, 0o777])
+def test_isolation_does_not_depend_on_the_users_umask(mask):
+    before = os.umask(mask)
+    try:
+        result = inside("import json, os; print(oct(os.umask(0)), oct(os.stat('/lib').st_mode))")
+    finally:
+        os.umask(before)
+    assert result.stdout == "0o22 0o40755\n", result
 
 
 def test_signals_do_not_reach_the_parent():
