@@ -131,13 +131,13 @@ def visible(text: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text; one in which something was redacted can be read by its owner alone."""
+    """Writes a text in UTF-8; one in which something was redacted can be read by its owner alone."""
     text = redact_text(text)
 
     def write(part: Path) -> None:
         if MARK in text:
             part.touch(0o600)
-        part.write_text(text)
+        part.write_text(text, "utf-8")
 
     write_file(path.parent, path.name, write)
 

@@ -135,6 +135,15 @@ def test_a_file_with_a_redacted_text_can_be_read_by_its_owner_alone(tmp_path):
     assert modes == [0o666 & ~before, 0o600, 0o600]
 
 
+def test_a_text_is_utf8_whatever_the_locale(tmp_path):
+    code = (
+        "import gspo_env.redaction as r, pathlib as p; r.write_text(p.Path('a'), '\\xfc \\u2581')"
+    )
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    run_python("-c", code, cwd=tmp_path, env=os.environ | ascii_only, check=True)
+    assert (tmp_path / "a").read_text("utf-8") == "\xfc \u2581"
+
+
 def test_a_redacted_setting_is_not_used_as_a_value():
     assert find_mark({"a": [{"b": f"x{MARK}"}]}) == "a.0.b"
     with pytest.raises(ConfigError, match=r"data\.0\.prompt was redacted when it was saved"):

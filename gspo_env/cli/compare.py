@@ -76,7 +76,7 @@ class Compare(Run):
         except KeyboardInterrupt:
             print(f"Stopped. The same command resumes with the results in {folder}.")
             raise
-        print_markdown((folder / "report.md").read_text().partition(f"## {METHODS}")[0])
+        print_markdown((folder / "report.md").read_text("utf-8").partition(f"## {METHODS}")[0])
         print(f"Page: {folder / 'report.html'}")
         if all(result.error for result in results):
             raise TrainingError(f"all {len(results)} runs failed; the first: {results[0].error}")
