@@ -131,7 +131,7 @@ def visible(text: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text in UTF-8; one in which something was redacted can be read by its owner alone."""
+    """Writes a text, in UTF-8; only its owner can read one in which something was redacted."""
     text = redact_text(text)
 
     def write(part: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import difflib
+import errno
 import io
 import itertools
 import os
@@ -40,6 +41,12 @@ COMMANDS = {
 
 _KINDS = {"INT": "an integer", "FLOAT": "a number", "{None}|FLOAT": "a number", "STR": "a text"}
 """What tyro calls the types of values, in words."""
+_WITHOUT_FILE = {
+    errno.EPIPE: "",  # the reader of the output has closed it
+    errno.ENOSPC: "the output cannot be written, since no space is left",
+    errno.ENOENT: "the working folder does not exist any more",
+}
+"""What is said of an error of the system that names no file."""
 _NOT_EMPTY = ("--env", "--model", "--resume", "--config")
 """Flags for which an empty value, such as that of an unset variable, is a mistake."""
 
@@ -52,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments[0] == "--version":
         print(f"gspo-env {gspo_env.__version__}")
         return
+    for name in ("stdin", "stdout", "stderr"):  # in order: each gets the number that is free
+        if getattr(sys, name) is None:  # closed, as by some daemons; a file would get its number
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     codes: list[int] = []
     if argv is None:  # the last handler to run; freeing the modules after it takes seconds
         atexit.register(lambda: codes and (sys.stdout.flush(), os._exit(codes[-1])))
@@ -70,8 +80,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         codes.append(130)
         sys.exit(130)
-    except BrokenPipeError:  # the reader of the output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.filename is not None or error.errno not in _WITHOUT_FILE:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed again
+        if said := _WITHOUT_FILE[error.errno]:
+            print(f"gspo-env: {said}", file=sys.stderr)
+            sys.exit(2)
 
 
 def parse(arguments: Sequence[str]) -> Any:
