@@ -20,5 +20,3 @@ register_builtin()
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # some 60 microseconds
-# Large pages: a decode step, which reads every weight, takes up to 5 % less time.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
