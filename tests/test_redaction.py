@@ -137,10 +137,11 @@ def test_a_file_with_a_redacted_text_can_be_read_by_its_owner_alone(tmp_path):
 
 def test_a_text_is_utf8_whatever_the_locale(tmp_path):
     code = (
-        "import gspo_env.redaction as r, pathlib as p; r.write_text(p.Path('a'), '\\xfc \\u2581')"
+        "import pathlib, warnings; from gspo_env.redaction import write_text\n"
+        "warnings.simplefilter('error', EncodingWarning)\n"
+        "write_text(pathlib.Path('a'), '\\xfc \\u2581')"
     )
-    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    run_python("-c", code, cwd=tmp_path, env=os.environ | ascii_only, check=True)
+    run_python("-X", "warn_default_encoding", "-c", code, cwd=tmp_path, check=True)
     assert (tmp_path / "a").read_text("utf-8") == "\xfc \u2581"
 
 

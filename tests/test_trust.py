@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import threading
@@ -350,7 +351,7 @@ def test_where_anything_differs_from_the_record_the_flag_is_needed_and_says_why(
     said = refused(capsys, "evaluate", "--model", folder)
     assert why in said
     flag = "mine.py:Mine" if Path("mine.py").exists() else f"{file}:Mine"
-    assert said.split("trust it, add ")[1].startswith(f"--env {flag}")
+    assert said.split("trust it, add ")[1].startswith(f"--env {shlex.quote(flag)}")
     if folder != "moved":
         flags = ["--env", flag, "--env-kwargs", "words=3"]
         main(["evaluate", "--model", folder, "--tasks", "2", *flags])
@@ -361,7 +362,7 @@ def test_a_run_resumes_from_another_working_folder_with_the_flag_that_its_error_
 ):
     monkeypatch.chdir(mine.parent / "state")
     said = refused(capsys, "train", "--resume", str(mine), "--steps", "2")
-    flag = said.split("trust it, add ")[1].split()
+    flag = shlex.split(said.split("trust it, add ")[1])
     assert flag == ["--env", f"{mine.parent}/mine.py:Mine"]
     other = ["--env", "gspo/Lookup-v0"]
     assert "mine.py:Mine" in refused(capsys, "train", "--resume", str(mine), *other)
@@ -398,7 +399,9 @@ def test_a_run_that_begins_with_a_model_elsewhere_resumes_only_with_the_flag(cap
     main(["train", *SHORT, "--model", base, "--output", "run"])
     main(["train", "--resume", "run", "--steps", "2"])
     Path("state/gspo-env/trained").rename("gone")
-    assert f"add --model {base}" in refused(capsys, "train", "--resume", "run", "--steps", "3")
+    assert f"add --model {shlex.quote(base)}" in refused(
+        capsys, "train", "--resume", "run", "--steps", "3"
+    )
     with pytest.raises(ConfigError, match="begins with the model"):
         GSPOAgent.resume("run")
     main(["train", "--resume", "run", "--steps", "3", "--model", base])

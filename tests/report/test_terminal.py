@@ -1,5 +1,6 @@
 """What a run prints at its start and at its end."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_a_success_that_never_changes_gives_way_to_the_return():
 
 def test_a_best_model_is_named_where_the_last_is_worse(tmp_path):
     text = "Best 90.0% at step 10 is in checkpoints/best, the last is 70.0%"
-    command = f"gspo-env evaluate {tmp_path}/checkpoints/best"
+    command = f"gspo-env evaluate {shlex.quote(str(tmp_path / 'checkpoints' / 'best'))}"
     assert not any(text in line for line in closing(HISTORY, tmp_path, tasks=256))  # not kept
     (tmp_path / "checkpoints" / "best" / "model").mkdir(parents=True)
     assert closing(HISTORY, tmp_path, tasks=256)[2] == f"{text}: {command}"
