@@ -84,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if error.filename is not None or error.errno not in _WITHOUT_FILE:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed again
-        if said := _WITHOUT_FILE[error.errno]:
-            print(f"gspo-env: {said}", file=sys.stderr)
+        if message := _WITHOUT_FILE[error.errno]:
+            print(f"gspo-env: {message}", file=sys.stderr)
             sys.exit(2)
 
 

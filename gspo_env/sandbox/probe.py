@@ -65,7 +65,7 @@ def of_command() -> dict[str, bool]:
     }
 
 
-def found() -> list[str]:
+def failures() -> list[str]:
     """Returns what was possible and must not be."""
     checks = {
         "it sees the host's processes": os.getpid() > 2 or os.path.exists("/proc/1"),
@@ -80,4 +80,4 @@ def found() -> list[str]:
 
 
 if __name__ == "__main__":
-    print("; ".join(found()) or "isolated")
+    print("; ".join(failures()) or "isolated")
