@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.filename is not None or error.errno not in _WITHOUT_FILE:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed again
+        if error.errno != errno.ENOENT:  # the output would be written again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if message := _WITHOUT_FILE[error.errno]:
             print(f"gspo-env: {message}", file=sys.stderr)
             sys.exit(2)
