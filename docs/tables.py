@@ -239,7 +239,7 @@ FORMATS = {
 
 def formats() -> list[str]:
     """Returns the rows of the formats of tool calls, each of which is read as `CALL`."""
-    families = runpy.run_path(str(FOLDER.parent / "tests/chat_families.py"))["FAMILIES"]
+    families = runpy.run_path(str(FOLDER.parent / "tests/support/chat_families.py"))["FAMILIES"]
     rows, marks = [], set()
     for family, (arguments, tokenizer, text) in FORMATS.items():
         assert parse_tool_calls(text, [TOOL]) == [CALL], family

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import hypothesis
 import numpy as np
 import pytest
-from learners import sample_of
+from support.learners import sample_of
 
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.env.registration import make_env

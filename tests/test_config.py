@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_errors import refused
+from support.cli_errors import refused
 
 from gspo_env.cli.main import COMMANDS
 from gspo_env.config import Config, from_dict, load_toml, resolve, to_dict, to_toml

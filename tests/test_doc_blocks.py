@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from jails import run_python
+from support.jails import run_python
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

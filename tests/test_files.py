@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from cli_errors import refused
+from support.cli_errors import refused
 
 from gspo_env.cli.main import main
 from gspo_env.config import CheckpointConfig, Config, to_toml

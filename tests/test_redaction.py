@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jails import run_python
+from support.jails import run_python
 
 from gspo_env import redaction
 from gspo_env.config import Config, from_dict, to_dict, to_toml

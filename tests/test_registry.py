@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import numpy as np
 import pytest
 from annotated_types import Ge, Gt, Interval
-from jails import run_python
+from support.jails import run_python
 
 from gspo_env.config import Config
 from gspo_env.errors import ConfigError

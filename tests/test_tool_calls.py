@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shop import TOOLS, as_text, calls_in_tool_env, step
-from turns import episode
+from support.shop import TOOLS, as_text, calls_in_tool_env, step
+from support.turns import episode
 
 from gspo_env.cli.capture import to_lines
 from gspo_env.env.base import Action

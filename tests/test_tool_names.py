@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from jails import run_python
-from shop import TOOLS, as_text, step
+from support.jails import run_python
+from support.shop import TOOLS, as_text, step
 
 from gspo_env.tool_calls import ToolCallError, parse_message, parse_tool_calls, read_action
 from gspo_env.types import ToolCall

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from cli_errors import refused
 from hypothesis import example, given
 from hypothesis import strategies as st
-from runs import sign
+from support.cli_errors import refused
+from support.runs import sign
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main, parse

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jails import run_python
 from safetensors.torch import load_file, save_file
-from turns import episode, turn
+from support.jails import run_python
+from support.turns import episode, turn
 
 from gspo_env.cli.main import main
 from gspo_env.config import Config

@@ -5,10 +5,10 @@ import dataclasses
 
 import gymnasium
 import pytest
-import runs
 import torch
-from cli_errors import refused
-from runs import timeless
+from support import runs
+from support.cli_errors import refused
+from support.runs import timeless
 from transformers import AutoModelForCausalLM
 
 from gspo_agents.gspo import GSPOAgent
@@ -33,7 +33,7 @@ SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=10)
 
 
 BREAKS = '''
-from small_env import Shown
+from support.small_env import Shown
 
 class Breaks(Shown):
     """Works in the demonstrations and in the evaluation, and fails in training."""
@@ -184,7 +184,7 @@ def test_the_same_seed_does_the_same_also_in_a_notebook_whose_event_loop_runs():
 
 
 YES = """
-from small_env import Small
+from support.small_env import Small
 
 class Yes(Small):
     first = "Say yes."

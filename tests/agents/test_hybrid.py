@@ -1,7 +1,7 @@
 """Models that packed rows would change train one sequence a row."""
 
 import pytest
-from hybrid import Hybrid, train
+from support.hybrid import Hybrid, train
 
 from gspo_env.engines.embedded.unpacked import ModelCache
 from gspo_env.errors import ModelError

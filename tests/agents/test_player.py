@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from runs import tiny
+from support.runs import tiny
 
 from gspo_agents.frozen import FrozenAgent
 from gspo_agents.gspo import GSPOAgent

@@ -2,10 +2,10 @@
 
 from functools import partial
 
-import learners
 import numpy as np
 import pytest
 import torch
+from support import learners
 
 from gspo_env.batch.padded import from_padded
 from gspo_env.credit import ReturnsToGo

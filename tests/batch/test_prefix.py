@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from learners import learner_of, sample_of
+from support.learners import learner_of, sample_of
 
 from gspo_env.batch import prefix
 from gspo_env.batch.packing import microbatches, pack

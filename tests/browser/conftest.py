@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from runs import tiny
+from support.runs import tiny
 
 from gspo_agents.gspo import GSPOAgent
 

@@ -1,7 +1,7 @@
 """The page of `gspo-env view` in a real Chromium."""
 
 import pytest
-from turns import episode, turn
+from support.turns import episode, turn
 
 from gspo_env.episodes import read_episodes
 from gspo_env.episodes.page import write_page

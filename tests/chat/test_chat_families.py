@@ -5,9 +5,9 @@ import json
 from functools import cache
 
 import pytest
-from chat_families import FAMILIES
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.chat_families import FAMILIES
 
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.types import Message, Prompt

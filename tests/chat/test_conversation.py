@@ -4,9 +4,9 @@ import copy
 import dataclasses
 import random
 
-import forks
 import numpy as np
 import pytest
+from support import forks
 
 from gspo_env.chat.conversation import Transcript
 from gspo_env.chat.transcript import ChatTokenizer

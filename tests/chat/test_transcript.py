@@ -7,7 +7,7 @@ import sys
 from typing import ClassVar
 
 import pytest
-from chat_families import FAMILIES
+from support.chat_families import FAMILIES
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
-from runs import write_env
-from small_env import Tools
+from support.runs import write_env
+from support.small_env import Tools
 
 from gspo_env import TextEnv, tool
 from gspo_env.chat import TextEncoder

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_errors import refused
-from pretend_judge import serve
-from runs import tiny
-from turns import episode
+from support.cli_errors import refused
+from support.pretend_judge import serve
+from support.runs import tiny
+from support.turns import episode
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.capture import to_lines

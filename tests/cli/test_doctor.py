@@ -5,9 +5,9 @@ import importlib.metadata
 import sys
 from types import SimpleNamespace
 
-import architectures
 import pytest
 import torch
+from support import architectures
 
 from gspo_env import sandbox
 from gspo_env.cli import doctor

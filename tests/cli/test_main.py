@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_errors import refused
-from jails import run_python
-from runs import write_env
+from support.cli_errors import refused
+from support.jails import run_python
+from support.runs import write_env
 
 from gspo_env.cli.main import main, parse
 from gspo_env.config import Config, read_toml

@@ -4,7 +4,7 @@ import io
 import re
 
 import pytest
-from runs import write_env
+from support.runs import write_env
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main

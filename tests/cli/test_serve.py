@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx2 as httpx
 import pytest
-from cli_errors import refused
-from runs import tiny
-from talks import TALK, TOOL, write
+from support.cli_errors import refused
+from support.runs import tiny
+from support.talks import TALK, TOOL, write
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.serve import KEY, Serve, settings

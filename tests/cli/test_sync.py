@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from cli_errors import refused
+from support.cli_errors import refused
 
 from gspo_env.cli.main import main
 from gspo_env.tracking import MLflow, RunInfo, start

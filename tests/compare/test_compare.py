@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from runs import tiny
 from scipy.stats import nct, t
+from support.runs import tiny
 
 import gspo_env
 from gspo_env.cli.main import main

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from credits import check, episode, group
 from hypothesis import given
 from hypothesis import strategies as st
+from support.credits import check, episode, group
 
 from gspo_env.credit import Outcome, ReturnsToGo, estimate
 from gspo_env.errors import ConfigError

@@ -4,9 +4,9 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from credits import check, episode, group
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.credits import check, episode, group
 
 from gspo_env.credit import (
     CreditConfig,

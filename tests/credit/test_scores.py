@@ -8,10 +8,10 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from credits import TASK, episode
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import tiny
+from support.credits import TASK, episode
+from support.runs import tiny
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.check.environment import check_env

@@ -4,11 +4,11 @@ import asyncio
 import copy
 import random
 
-import architectures
 import pytest
 import torch
-from device_cases import experts, hybrid
-from pretend_device import pretend_gpu
+from support import architectures
+from support.device_cases import experts, hybrid
+from support.pretend_device import pretend_gpu
 
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.embedded.engine import TransformersEngine

@@ -5,9 +5,9 @@ import copy
 import numpy as np
 import pytest
 import torch
-from device_cases import LOSSES, experts, hybrid, with_prefix
-from learners import adapted, learner_of
-from pretend_device import PretendTensor, pretend_gpu
+from support.device_cases import LOSSES, experts, hybrid, with_prefix
+from support.learners import adapted, learner_of
+from support.pretend_device import PretendTensor, pretend_gpu
 
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model.check import check_model

@@ -4,9 +4,9 @@ import time
 
 import pytest
 import torch
-from pretend_device import pretend_gpu
-from runs import tiny
 from safetensors.torch import load_file
+from support.pretend_device import pretend_gpu
+from support.runs import tiny
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_agents.preflight import estimate

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from pretend_device import PretendTensor, pretend_gpu
+from support.pretend_device import PretendTensor, pretend_gpu
 
 from gspo_env.engines.vllm.local import VLLMEngine, engine_arguments
 from gspo_env.engines.vllm.settings import VLLM, VLLMServer

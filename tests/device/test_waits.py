@@ -7,9 +7,9 @@ import copy
 import numpy as np
 import pytest
 import torch
-from device_cases import LOSSES, with_prefix
-from learners import adapted
-from pretend_device import pretend_gpu
+from support.device_cases import LOSSES, with_prefix
+from support.learners import adapted
+from support.pretend_device import pretend_gpu
 
 from gspo_env.batch.packing import upload
 from gspo_env.engines.base import Sampling

@@ -9,10 +9,10 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
-import ranks_program
 import torch.distributed as dist
-from jails import free_port
-from learners import sample_of
+from support import ranks_program
+from support.jails import free_port
+from support.learners import sample_of
 
 from gspo_env.distributed import controller
 from gspo_env.distributed.controller import serve

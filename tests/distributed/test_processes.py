@@ -48,7 +48,7 @@ def folder(tmp_path, name):
     made = tmp_path / name
     made.mkdir()
     (made / "run.toml").write_text(RUN)
-    shutil.copy(Path(__file__).parents[1] / "talk.py", made)
+    shutil.copy(Path(__file__).parents[1] / "support" / "talk.py", made)
     return made
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from worker_parts import TASKS, Engine, essence, fleet, pids, pretend_server, settings
+from support.worker_parts import TASKS, Engine, essence, fleet, pids, pretend_server, settings
 
 from gspo_agents.environments import make_pool
 from gspo_agents.setup import open_collector

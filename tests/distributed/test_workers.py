@@ -14,7 +14,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from worker_parts import TASKS, Engine, essence, fleet, pretend_server, settings
+from support.worker_parts import TASKS, Engine, essence, fleet, pretend_server, settings
 
 from gspo_agents.environments import make_pool
 from gspo_agents.setup import check_engine

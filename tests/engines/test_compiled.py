@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_models import llama, qwen2, qwen3, steps
+from support.plain_models import llama, qwen2, qwen3, steps
 
 from gspo_env.engines.embedded.compiled import describe, start_compiled
 from gspo_env.engines.embedded.direct import DirectForward

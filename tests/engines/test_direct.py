@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from plain_models import SHAPE, llama, qwen2, steps
+from support.plain_models import SHAPE, llama, qwen2, steps
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gspo_env.engines.embedded.direct import DirectForward, start_direct

@@ -5,11 +5,11 @@ import copy
 import random
 from itertools import pairwise
 
-import architectures
 import numpy as np
 import pytest
 import torch
-from logprobs import difference
+from support import architectures
+from support.logprobs import difference
 
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.embedded import engine as transformers

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from logprobs import difference_by_version, other_weights, versions_of
+from support.logprobs import difference_by_version, other_weights, versions_of
 
 from gspo_env.engines.base import Sampling, Transformers, check_completion
 from gspo_env.engines.embedded.copy import CopyEngine

@@ -3,11 +3,11 @@
 import asyncio
 import random
 
-import architectures
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logprobs import difference
+from support import architectures
+from support.logprobs import difference
 
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.embedded.engine import TransformersEngine

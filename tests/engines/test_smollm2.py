@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from smollm2 import sampled_answers
+from support.smollm2 import sampled_answers
 
 from gspo_env.batch.packing import pack
 from gspo_env.engines.embedded.start import start_embedded

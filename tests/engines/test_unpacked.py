@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import copy
 
-import architectures
 import pytest
-from logprobs import difference
+from support import architectures
+from support.logprobs import difference
 
 from gspo_env.engines import Sampling, TransformersEngine, UnbatchedEngine
 from gspo_env.model.check import check_model

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from logprobs import difference_by_version, other_weights
+from support.logprobs import difference_by_version, other_weights
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.sample import to_samples

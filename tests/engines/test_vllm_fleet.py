@@ -22,7 +22,7 @@ from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
 from gspo_env.errors import EngineError
 from gspo_env.model.export import named_weights
 
-PRETEND = [sys.executable, "-S", str(Path(__file__).parents[1] / "pretend_vllm.py")]
+PRETEND = [sys.executable, "-S", str(Path(__file__).parents[1] / "support" / "pretend_vllm.py")]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills by /proc")
 
 

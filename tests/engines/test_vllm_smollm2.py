@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from smollm2 import sampled_answers
+from support.smollm2 import sampled_answers
 
 from gspo_env.batch.packing import pack
 from gspo_env.engines.vllm.local import VLLM, VLLMEngine

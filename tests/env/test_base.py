@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_env import Tools
+from support.small_env import Tools
 
 from gspo_env import tool
 from gspo_env.check import check_env

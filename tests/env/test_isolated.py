@@ -9,7 +9,7 @@ import sys
 import textwrap
 
 import pytest
-from jails import eventually, is_alive
+from support.jails import eventually, is_alive
 
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env

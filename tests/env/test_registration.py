@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 
 import gymnasium
 import pytest
-from small_env import Small
+from support.small_env import Small
 
 import gspo_env
 from gspo_env.check import check_env

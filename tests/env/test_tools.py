@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_env import Tools
+from support.small_env import Tools
 
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import Tool, ToolCall, as_tool, format_tool_call, tool, tool_call_frames

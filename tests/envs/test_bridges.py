@@ -133,7 +133,7 @@ class TestVerifiers:
     @pytest.fixture
     def file(self):
         pytest.importorskip("verifiers.v1")
-        return str(Path(__file__).parents[1] / "vf_tasks.py")
+        return str(Path(__file__).parents[1] / "support" / "vf_tasks.py")
 
     def make(self, taskset, **kwargs):
         return make_env("gspo/Verifiers-v0", taskset=taskset, **kwargs)

@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from chat_families import FAMILIES
+from support.chat_families import FAMILIES
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pretend_judge import serve
+from support.pretend_judge import serve
 
 from gspo_env import check_env, format_tool_call, make_env, tool
 from gspo_env.errors import ConfigError, ToolServerError

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from jails import eventually, is_alive, run_python, serving
+from support.jails import eventually, is_alive, run_python, serving
 
 from gspo_env.check.environment import check_env
 from gspo_env.env.registration import make_env
@@ -21,7 +21,7 @@ from gspo_envs.tools.mcp.env import MCPServer, MCPTools
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.adapters
 
-SERVER = str(Path(__file__).parents[1] / "mcp_server.py")
+SERVER = str(Path(__file__).parents[1] / "support" / "mcp_server.py")
 STDIO = [sys.executable, SERVER]
 DATA = [{"prompt": "What is 2 + 3?", "answer": "5"}]
 

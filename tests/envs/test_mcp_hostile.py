@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from jails import eventually, is_alive, serving
+from support.jails import eventually, is_alive, serving
 
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call
@@ -17,7 +17,7 @@ from gspo_env.errors import ToolServerError
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.adapters
 
-SERVER = str(Path(__file__).parents[1] / "mcp_hostile.py")
+SERVER = str(Path(__file__).parents[1] / "support" / "mcp_hostile.py")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import gc
 import time
 
 import pytest
-from jails import serving
+from support.jails import serving
 
 from gspo_env.check.environment import check_env
 from gspo_env.env.registration import make_env

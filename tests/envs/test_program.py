@@ -13,7 +13,7 @@ import time
 
 import httpx2
 import pytest
-from jails import eventually, is_alive
+from support.jails import eventually, is_alive
 
 from gspo_env.check import check_env
 from gspo_env.env.base import Action

@@ -15,7 +15,7 @@ from gspo_env.types import Task
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 TASKS = load_module(str(EXAMPLES / "lookup_tasks.py"))
-STUDY = load_module(str(Path(__file__).parents[1] / "forms.py"))
+STUDY = load_module(str(Path(__file__).parents[1] / "support" / "forms.py"))
 FORMS = STUDY.FORMS
 pytestmark = pytest.mark.agents
 forms = pytest.mark.parametrize("form", FORMS)

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from jails import eventually, imprisoned, require_isolation
+from support.jails import eventually, imprisoned, require_isolation
 
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentCrashError, EnvironmentHangError

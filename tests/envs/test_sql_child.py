@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jails import eventually
+from support.jails import eventually
 
 from gspo_env import format_tool_call, make_env
 from gspo_env.rollout.pool import EnvPool

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jails import require_isolation
+from support.jails import require_isolation
 
 from gspo_env import format_tool_call, make_env
 from gspo_env.errors import ConfigError

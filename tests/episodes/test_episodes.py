@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import tiny
-from turns import episode, turn
+from support.runs import tiny
+from support.turns import episode, turn
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.sample import to_samples

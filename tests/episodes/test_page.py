@@ -8,10 +8,10 @@ import zlib
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from cli_errors import refused
 from hypothesis import given
 from hypothesis import strategies as st
-from turns import episode, turn
+from support.cli_errors import refused
+from support.turns import episode, turn
 
 from gspo_env.cli.main import main
 from gspo_env.episodes.page import make_index, read_parts, read_points, write_page

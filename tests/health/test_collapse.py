@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import runs
+from support import runs
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import override
@@ -85,7 +85,7 @@ def test_a_best_of_many_evaluations_has_to_be_better_than_of_two():
 
 PAYS_UNTIL_A_FILE_APPEARS = '''
 from pathlib import Path
-from small_env import Shown
+from support.small_env import Shown
 
 
 class Turns(Shown):

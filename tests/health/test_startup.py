@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 
 import pytest
-from cli_errors import refused
-from small_env import Small
+from support.cli_errors import refused
+from support.small_env import Small
 
 from gspo_env.cli.main import main
 from gspo_env.config import Config
@@ -17,7 +17,7 @@ from gspo_env.rollout.play import play_now
 from gspo_env.types import Group, Task
 
 ENVS = '''
-from small_env import Small
+from support.small_env import Small
 
 class Plain(Small):
     """Write yes."""

@@ -1,7 +1,7 @@
 """Models that the tests of the learner share."""
 
-import architectures
 import pytest
+from support import architectures
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from learners import adapted
+from support.learners import adapted
 
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.learner import masters as masters_module

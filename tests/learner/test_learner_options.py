@@ -5,11 +5,11 @@ import sys
 from collections import Counter
 from dataclasses import replace
 
-import architectures
 import numpy as np
 import pytest
 import torch
-from learners import adapted, learner_of
+from support import architectures
+from support.learners import adapted, learner_of
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from gspo_env.batch.packing import pack

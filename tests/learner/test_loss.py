@@ -10,7 +10,7 @@ import numpy as np
 import objective_reference as reference
 import pytest
 import torch
-from learners import learner_of, loss_input
+from support.learners import learner_of, loss_input
 
 from gspo_env import registry
 from gspo_env.batch import pack

@@ -3,10 +3,10 @@
 import sys
 from functools import partial
 
-import learners
 import pytest
 import torch
-from jails import run_python
+from support import learners
+from support.jails import run_python
 
 from gspo_env.errors import TrainingError
 from gspo_env.learner import GSPO, DrGRPO

@@ -4,14 +4,14 @@ import json
 from functools import partial
 from pathlib import Path
 
-import learners
 import numpy as np
 import objective_reference as reference
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learners import evaluate
+from support import learners
+from support.learners import evaluate
 
 from gspo_env.errors import BatchError, ConfigError
 from gspo_env.learner import importance_weights, policy_loss

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import turns
-from learners import learner_of
+from support import turns
+from support.learners import learner_of
 
 from gspo_env.batch.sample import to_samples
 from gspo_env.distributed.messages import pack_shares, split_over_ranks, unpack_shares

@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 import torch
-from learners import sample_of
-from runs import timeless
+from support.learners import sample_of
+from support.runs import timeless
 
 from gspo_env.batch.packing import LEAST_TOKENS, microbatches
 from gspo_env.learner import GSPO, Learner, LearnerConfig

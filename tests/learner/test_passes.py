@@ -4,11 +4,11 @@ import dataclasses
 import logging
 from functools import partial
 
-import architectures
 import numpy as np
 import pytest
 import torch
-from learners import adapted, learner_of, sample_of
+from support import architectures
+from support.learners import adapted, learner_of, sample_of
 
 from gspo_env.batch import Sample, pack
 from gspo_env.errors import BatchError, TrainingError

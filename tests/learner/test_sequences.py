@@ -4,12 +4,12 @@ import copy
 from dataclasses import replace
 from functools import partial
 
-import learners
 import numpy as np
 import pytest
 import torch
-from objective_reference import policy_loss as reference_loss
-from turns import episode, turn
+from support import learners
+from support.objective_reference import policy_loss as reference_loss
+from support.turns import episode, turn
 
 from gspo_env.batch.sample import to_samples
 from gspo_env.errors import BatchError

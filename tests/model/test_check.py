@@ -4,11 +4,11 @@ import asyncio
 import copy
 import logging
 
-import architectures
 import numpy as np
 import pytest
 import torch
-from logprobs import difference
+from support import architectures
+from support.logprobs import difference
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -2,11 +2,11 @@
 
 import copy
 
-import architectures
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from support import architectures
 
 from gspo_env.errors import ModelError
 from gspo_env.model.export import Exporter, named_weights

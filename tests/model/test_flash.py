@@ -3,12 +3,12 @@
 The kernels run on a reference that takes the same calls, in float64, or on a pretend GPU.
 """
 
-import flash_reference
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pretend_device import pretend_gpu
+from support import flash_reference
+from support.pretend_device import pretend_gpu
 
 from gspo_env.batch.prefix import Run
 from gspo_env.model import flash as varlen

@@ -3,12 +3,11 @@
 import copy
 from functools import partial
 
-import architectures
-import learners
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import architectures, learners
 from torch import nn
 
 from gspo_env.batch.packing import pack

@@ -4,7 +4,7 @@ import os
 import platform
 
 import pytest
-from jails import run_python
+from support.jails import run_python
 
 AGENT = """
 import gspo_env, torch

@@ -8,9 +8,9 @@ import logging
 import numpy as np
 import pytest
 import torch
-from chat_families import FAMILIES
 from peft import LoraConfig, get_peft_model
-from runs import tiny
+from support.chat_families import FAMILIES
+from support.runs import tiny
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 

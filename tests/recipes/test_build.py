@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_engine import Scripted
-from small_env import Shown, Tools
+from support.scripted_engine import Scripted
+from support.small_env import Shown, Tools
 
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.base import Transformers

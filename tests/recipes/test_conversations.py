@@ -3,8 +3,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from chat_families import FAMILIES
-from talks import TALK, TOOL, write
+from support.chat_families import FAMILIES
+from support.talks import TALK, TOOL, write
 
 from gspo_env.chat import ChatTokenizer, tokenize
 from gspo_env.chat.action import message_for_template

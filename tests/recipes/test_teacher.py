@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from cli_errors import refused
-from runs import timeless
-from talks import write
+from support.cli_errors import refused
+from support.runs import timeless
+from support.talks import write
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.chat import ChatTokenizer
@@ -24,7 +24,7 @@ from gspo_env.tracking.console import Progress
 from gspo_env.types import Task
 
 YES = """
-from small_env import Small
+from support.small_env import Small
 
 class Yes(Small):
     def reset(self, *, seed=None, options=None):

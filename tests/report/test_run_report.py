@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from runs import tiny
+from support.runs import tiny
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main

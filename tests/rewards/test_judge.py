@@ -20,10 +20,10 @@ from pathlib import Path
 
 import gymnasium
 import numpy as np
-import pretend_http
 import pytest
-from pretend_judge import first, good, group, noisy, serve
-from runs import tiny
+from support import pretend_http
+from support.pretend_judge import first, good, group, noisy, serve
+from support.runs import tiny
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
@@ -274,7 +274,7 @@ def test_no_more_requests_run_at_once_than_allowed_and_a_silent_judge_is_given_u
 
 PROGRAM = """
 import asyncio, sys
-from pretend_judge import group
+from support.pretend_judge import group
 from gspo_env.rewards import Judge, score_group
 judge = Judge(url=sys.argv[1], model="m", cache=sys.argv[2], repeat=0.5, concurrency=2)
 played = group(*([f"quality {n % 10}, {n}"] for n in range(40)))

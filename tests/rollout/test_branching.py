@@ -7,9 +7,9 @@ import copy
 import random
 from dataclasses import dataclass
 
-import forks
 import pytest
-from rollouts import collector, episodes
+from support import forks
+from support.rollouts import collector, episodes
 
 from gspo_env.batch.packing import pack
 from gspo_env.batch.sample import to_samples

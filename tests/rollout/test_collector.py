@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from gymnasium.wrappers import TimeLimit
-from rollouts import collector, episodes, play
-from small_env import Small
+from support.rollouts import collector, episodes, play
+from support.small_env import Small
 
 from gspo_env.batch.sample import to_samples
 from gspo_env.engines.embedded.engine import TransformersEngine

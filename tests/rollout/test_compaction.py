@@ -4,11 +4,11 @@ import copy
 from collections import Counter
 from types import SimpleNamespace
 
-import forks
 import numpy as np
 import pytest
-from rollouts import collector, episodes, play
-from scripted_engine import Scripted
+from support import forks
+from support.rollouts import collector, episodes, play
+from support.scripted_engine import Scripted
 
 from gspo_env.batch.sample import to_samples
 from gspo_env.chat import tokenize

@@ -11,10 +11,10 @@ from contextlib import nullcontext
 from functools import partial
 
 import pytest
-import rollouts
-from jails import run_python
-from rollouts import collector, episodes
-from small_env import Small
+from support import rollouts
+from support.jails import run_python
+from support.rollouts import collector, episodes
+from support.small_env import Small
 
 from gspo_env.env.base import TextEnv
 from gspo_env.errors import RolloutError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jails import eventually, is_alive, run_python
+from support.jails import eventually, is_alive, run_python
 
 from gspo_env.runtime.processes import PrivateFolder, spawn
 

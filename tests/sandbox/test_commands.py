@@ -12,7 +12,7 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from jails import eventually, imprisoned, program, require_isolation, run_python
+from support.jails import eventually, imprisoned, program, require_isolation, run_python
 
 from gspo_env.sandbox import PORT, CommandEnd, Sandbox, find_missing_for_commands
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jails import eventually, imprisoned, program, require_isolation, run_python
+from support.jails import eventually, imprisoned, program, require_isolation, run_python
 
 from gspo_env.errors import ConfigError
 from gspo_env.sandbox import Sandbox, Stop, find_missing

@@ -4,7 +4,7 @@ import asyncio
 from concurrent.futures import Future
 
 import pytest
-from serving_policy import Policy
+from support.serving_policy import Policy
 
 from gspo_env.serving import RefusedError, Reply
 from gspo_env.types import Message, ToolCall

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from jails import eventually
-from scripted_engine import Scripted
+from support.jails import eventually
+from support.scripted_engine import Scripted
 
 from gspo_env.chat import Transcript
 from gspo_env.engines import TransformersEngine

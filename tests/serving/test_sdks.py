@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from serving_policy import Policy
+from support.serving_policy import Policy
 
 from gspo_env.types import Message, ToolCall
 

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx2 as httpx
 import pytest
-from jails import eventually, run_python
-from serving_policy import Policy
+from support.jails import eventually, run_python
+from support.serving_policy import Policy
 
 from gspo_env.errors import ConfigError
 from gspo_env.serving import LateRewardError, PolicyServer, Reply, address, app, connection, fields

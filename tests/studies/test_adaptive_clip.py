@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from learners import loss_input
+from support.learners import loss_input
 
 from gspo_env.learner import GSPO
 from studies.credit.adaptive_clip import AdaptiveClip

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jails import run_python
-from pretend_http import serve
+from support.jails import run_python
+from support.pretend_http import serve
 
 from gspo_env.errors import OutputError
 from gspo_env.tracking import MLflow, MultiTracker, NoTracker, RunInfo, start

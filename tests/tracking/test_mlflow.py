@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
-from pretend_http import serve
-from turns import episode, turn
+from support.pretend_http import serve
+from support.turns import episode, turn
 
 from gspo_env.errors import ConfigError
 from gspo_env.report.traces import traces

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import talks
-from small_env import Small
-from virtual_clock import run
+from support.runs import talks
+from support.small_env import Small
+from support.virtual_clock import run
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_agents.setup import start_engine
@@ -38,7 +38,7 @@ from gspo_env.types import Task
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, in_folder):
-    shutil.copy(Path(__file__).parents[1] / "talk.py", tmp_path)
+    shutil.copy(Path(__file__).parents[1] / "support" / "talk.py", tmp_path)
 
 
 def ahead(**changes):

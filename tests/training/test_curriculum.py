@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-import runs
+from support import runs
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.errors import ConfigError
@@ -60,7 +60,7 @@ def test_a_ladder_ignores_results_of_groups_that_were_drawn_with_an_earlier_valu
 
 
 GRADED = """
-from small_env import Shown
+from support.small_env import Shown
 
 
 class Graded(Shown):

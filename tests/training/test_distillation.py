@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import tiny
-from turns import episode, turn
+from support.runs import tiny
+from support.turns import episode, turn
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.sample import to_samples

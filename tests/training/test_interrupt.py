@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli_errors import refused
+from support.cli_errors import refused
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
@@ -71,7 +71,7 @@ class Notes:
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, in_folder):
-    shutil.copy(Path(__file__).parents[1] / "talk.py", tmp_path)
+    shutil.copy(Path(__file__).parents[1] / "support" / "talk.py", tmp_path)
     Path("run.toml").write_text(RUN)
     Path("notes.py").write_text(NOTES)
 

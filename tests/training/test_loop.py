@@ -1,11 +1,11 @@
 """The training loop where there is little to train on."""
 
-import runs
+from support import runs
 
 from gspo_agents.gspo import GSPOAgent
 
 MASKED = """
-from small_env import Shown
+from support.small_env import Shown
 
 class Masked(Shown):
     \"\"\"No sampled token may be trained on.\"\"\"

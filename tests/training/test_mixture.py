@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_errors import refused
-from runs import drawn, timeless
+from support.cli_errors import refused
+from support.runs import drawn, timeless
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
@@ -22,7 +22,7 @@ def mixed(**changes):
 
 @pytest.fixture
 def folder(tmp_path, in_folder):
-    shutil.copy(Path(__file__).parents[1] / "drawn_envs.py", tmp_path / "two.py")
+    shutil.copy(Path(__file__).parents[1] / "support" / "drawn_envs.py", tmp_path / "two.py")
     return tmp_path
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import sign, talks, timeless
 from safetensors.torch import load_file, save_file
+from support.runs import sign, talks, timeless
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
@@ -43,7 +43,7 @@ WAYS = {
     },
 }
 
-TALK = Path(__file__).parents[1] / "talk.py"
+TALK = Path(__file__).parents[1] / "support" / "talk.py"
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_clock import run
+from support.virtual_clock import run
 
 from gspo_env.config import Config
 from gspo_env.errors import RolloutError

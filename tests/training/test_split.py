@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from runs import drawn
-from scripted_engine import Scripted
-from small_env import Small
+from support.runs import drawn
+from support.scripted_engine import Scripted
+from support.small_env import Small
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
@@ -193,7 +193,7 @@ def test_a_failing_reset_costs_one_task_of_the_evaluation(caplog):
 def test_a_run_trains_on_no_evaluated_task_and_its_folder_evaluates_the_same(
     tmp_path, in_folder, capsys
 ):
-    shutil.copy(Path(__file__).parents[1] / "drawn_envs.py", tmp_path)
+    shutil.copy(Path(__file__).parents[1] / "support" / "drawn_envs.py", tmp_path)
     agent = GSPOAgent(config=drawn(output="out"))
     played = next(iter(agent.environments.envs.values())).unwrapped.stepped
     tasks = {e.reset.task_key for e in agent._start.episodes}

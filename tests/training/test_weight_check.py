@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from learners import learner_of
-from runs import tiny
+from support.learners import learner_of
+from support.runs import tiny
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.engines import Engine

@@ -1,6 +1,6 @@
 """Checks tiny random models of many architectures, and writes the table of docs/models.md.
 
-`python tests/architectures.py` checks all, `... NAME NAME` some; `--write` replaces the table.
+`python tests/support/architectures.py` checks all, or those named; `--write` replaces the table.
 Windows and chunks are shorter than the sequences, and the weights are large enough that what a
 layer remembers changes every prediction.
 """
@@ -31,9 +31,9 @@ from gspo_env.model.check import BOUND, RunMode, check_model
 from gspo_env.model.export import named_weights
 from gspo_env.model.load import add_adapter
 
-TABLE = Path(__file__).parents[1] / "docs" / "models.md"
-MARK = "<!-- made by tests/architectures.py -->\n"
-DATA = json.loads((Path(__file__).parent / "data" / "architectures.json").read_text())
+TABLE = Path(__file__).parents[2] / "docs" / "models.md"
+MARK = "<!-- made by tests/support/architectures.py -->\n"
+DATA = json.loads((Path(__file__).parents[1] / "data" / "architectures.json").read_text())
 COMMON, PARTS = DATA["common"], DATA["parts"]
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (kind, {k: v for part in parts for k, v in PARTS[part].items()} | own)

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import flash_reference
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from gspo_env.engines.embedded import graphs
+from support import flash_reference
 
 CUDA = torch.device("cuda:0")
 FREE_MEMORY = (20 * 2**30, 24 * 2**30)
@@ -33,7 +33,7 @@ _WAITS = (
     "repeat_interleave.Tensor",
 )
 """Names of the operators whose kernels on a GPU wait for the device."""
-_OWN = Path(__file__).parent.parent
+_OWN = Path(__file__).parents[2]
 
 
 @dataclass

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-import architectures
-
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
 from gspo_env.recipes.build import build
 from gspo_env.recipes.tiny import Tiny
+from support import architectures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

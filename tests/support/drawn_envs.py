@@ -1,6 +1,6 @@
 """Environments of twenty tasks that the seed draws; `stepped` has the tasks that were played."""
 
-from small_env import Small
+from support.small_env import Small
 
 
 class Turns(Small):

@@ -12,7 +12,7 @@ from gspo_env.types import Episode
 from gspo_envs.data.rows import TaskRows, begin_chat
 from gspo_envs.text.lookup import LookupEnv
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "agents"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 FORMS: dict[str, dict[str, Any]] = {
     "openai": {"program": f"{EXAMPLES / 'lookup_openai.py'}:run"},
     "node": {"command": ["node", str(EXAMPLES / "lookup.js")]},

@@ -6,10 +6,9 @@ import re
 import threading
 from contextlib import contextmanager
 
-import pretend_http
-from turns import episode
-
 from gspo_env.types import Group, Task, Turn
+from support import pretend_http
+from support.turns import episode
 
 BLOCK = re.compile(
     r"^\((?:The answer|Answer \d+) begins (\w+)\.\)$(.*?)^\([^\n]* ends \1\.\)$", re.M | re.S

@@ -10,7 +10,6 @@ import random
 
 import numpy as np
 import torch
-from turns import episode, turn
 
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.sample import to_samples
@@ -24,6 +23,7 @@ from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.types import Episode, Message, Prompt, StepInfo, Task
+from support.turns import episode, turn
 
 WORDS = "amber birch cedar stone river follow two links then say what you found summary again"
 APPENDING = (

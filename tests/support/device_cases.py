@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-import architectures
 import numpy as np
 from conftest import make_samples
 
 from gspo_env.learner import GRPO, GSPO, DrGRPO
+from support import architectures
 
 LOSSES = {
     "GSPO": GSPO(),

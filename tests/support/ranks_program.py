@@ -10,17 +10,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import architectures
 import numpy as np
 import torch
-from learners import sample_of
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it is run as a program
 from gspo_env.batch.sample import Sample
 from gspo_env.distributed.controller import Controller, Plan, serve
 from gspo_env.distributed.ranks import join
 from gspo_env.errors import GspoEnvError
 from gspo_env.learner import GRPO, GSPO, DrGRPO, Learner, LearnerConfig
 from gspo_env.model.load import add_adapter
+from support import architectures
+from support.learners import sample_of
 
 LOSSES = {"GSPO": GSPO, "GRPO": GRPO, "DrGRPO": DrGRPO}
 PLAIN = {
