@@ -59,6 +59,17 @@ A key has underscores; it is the name alone, or with what stands before it: the 
 settings, such as `rollout.NAME`, or the command, such as `view.NAME`.
 """
 
+_NO_ADAPTER = "it has no built-in adapter; docs/built-in.md shows how to write one"
+
+ENVIRONMENTS = {
+    **dict.fromkeys(("gspo/GEM-v0", "gspo/MiniGrid-v0", "gspo/SkyRL-v0"), _NO_ADAPTER),
+    **{
+        f"gspo/{name}-v0": f"it is studies/diagnostics.py:{name}Env in the repository"
+        for name in ("Density", "Distractor", "Misleading", "Recurring")
+    },
+}
+"""What serves in place of an environment that is gone."""
+
 
 def instead_of(*names: str) -> str:
     """Returns what serves in place of the first of these names that is in `REMOVED`, or nothing."""

@@ -29,6 +29,7 @@ from gspo_env.errors import (
 )
 from gspo_env.redaction import TerminalFormatter, find_mark, redact
 from gspo_env.registry import load_function, load_module
+from gspo_env.renamed import ENVIRONMENTS
 from gspo_env.runtime.loops import make_synchronous
 from gspo_env.runtime.threads import constructing
 
@@ -39,24 +40,17 @@ _BUILTIN = {
     "gspo/Additive-v0": "gspo_envs.diagnostic.diagnostics:AdditiveEnv",
     "gspo/Calculator-v0": "gspo_envs.text.calculator:CalculatorEnv",
     "gspo/Dataset-v0": "gspo_envs.data.dataset:DatasetEnv",
-    "gspo/Density-v0": "gspo_envs.diagnostic.density:DensityEnv",
     "gspo/Dialogue-v0": "gspo_envs.dialogue.env:DialogueEnv",
-    "gspo/Distractor-v0": "gspo_envs.diagnostic.diagnostics:DistractorEnv",
-    "gspo/GEM-v0": "gspo_envs.adapters.gem:GEMEnv",
     "gspo/GuessNumber-v0": "gspo_envs.text.guess_number:GuessNumberEnv",
     "gspo/GymText-v0": "gspo_envs.adapters.gym_text:GymTextEnv",
     "gspo/KeyDoor-v0": "gspo_envs.diagnostic.diagnostics:KeyDoorEnv",
     "gspo/Lookup-v0": "gspo_envs.text.lookup:LookupEnv",
     "gspo/MCP-v0": "gspo_envs.tools.mcp.env:MCPEnv",
-    "gspo/MiniGrid-v0": "gspo_envs.adapters.minigrid:MiniGridEnv",
-    "gspo/Misleading-v0": "gspo_envs.diagnostic.diagnostics:MisleadingEnv",
     "gspo/OpenEnv-v0": "gspo_envs.adapters.openenv:OpenEnvEnv",
     "gspo/Program-v0": "gspo_envs.program.env:ProgramEnv",
     "gspo/PythonTool-v0": "gspo_envs.tools.python_tool:PythonToolEnv",
     "gspo/ReasoningGym-v0": "gspo_envs.adapters.reasoning_gym:ReasoningGymEnv",
-    "gspo/Recurring-v0": "gspo_envs.diagnostic.diagnostics:RecurringEnv",
     "gspo/SQL-v0": "gspo_envs.tools.sql:SQLEnv",
-    "gspo/SkyRL-v0": "gspo_envs.adapters.skyrl_gym:SkyRLEnv",
     "gspo/Story-v0": "gspo_envs.text.story:StoryEnv",
     "gspo/TextArena-v0": "gspo_envs.adapters.textarena:TextArenaEnv",
     "gspo/VariableLength-v0": "gspo_envs.diagnostic.diagnostics:VariableLengthEnv",
@@ -323,6 +317,8 @@ def class_of(env_id: str) -> str:
 
 def _near(spec: str) -> str:
     """Ends the sentence about an unknown id: what it may have meant, or where it may be found."""
+    if instead := ENVIRONMENTS.get(spec):
+        return f": {instead}."
     if name := class_of(spec):
         return (
             f" in this process; expected the file of its class, FILE.py:{name}, or, before it, "

@@ -1,4 +1,4 @@
-"""Exact signal and noise of estimators on the tabular form of `gspo/Density-v0`.
+"""Exact signal and noise of estimators on the tabular form of `DensityEnv`.
 
 All turns are played, and the turn alone is the state, so the policy has one softmax over V actions
 for each turn. Such problems have far too many groups to list, but an estimator without a divisor is
@@ -23,7 +23,7 @@ from studies.credit.exact import TASK, Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Density:
-    """The tabular form of `gspo/Density-v0`; the noise of an episode is independent of its words.
+    """The tabular form of `DensityEnv`; the noise of an episode is independent of its words.
 
     Example:
         >>> Density(turns=16, decisions=4).positions

@@ -5,9 +5,9 @@
     python studies/density/density.py write      # page, figure and raw data from its results
 
 The exact part is the signal-to-noise ratio (SNR) of the update of every estimator over that of
-`outcome`, on the tabular form of `gspo/Density-v0`. arXiv 2606.22164 predicts the power -1/2 of the
-density. One sweep fixes the number of decisions and adds routine turns, the other fixes the number
-of turns and makes some of them decisions.
+`outcome`, on the tabular form of `DensityEnv` of `studies/diagnostics.py`. arXiv 2606.22164
+predicts the power -1/2 of the density. One sweep fixes the number of decisions and adds routine
+turns, the other fixes the number of turns and makes some of them decisions.
 
 `study` measures the same noise in the updates of the tiny model, trains it with paired seeds, and
 compares two aggregations where the policy decides the length. What has a result is not computed

@@ -30,7 +30,7 @@ STEPS, SEEDS, MODELS = 30, 14, 8
 FIRST_SEED = 100
 """The settings were picked on a seed below, and the first study had the seeds 0 to 13."""
 BASE: dict[str, Any] = {
-    "env": "gspo/Density-v0",
+    "env": f"{Path(__file__).parents[1] / 'diagnostics.py'}:DensityEnv",
     "steps": STEPS,
     "tasks_per_step": 2,
     "eval_every": 0,

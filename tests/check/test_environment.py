@@ -52,7 +52,7 @@ class Echo(TextEnv):
     "env_id",
     [
         *("gspo/Calculator-v0", "gspo/Dialogue-v0", "gspo/GuessNumber-v0", "gspo/KeyDoor-v0"),
-        *("gspo/Lookup-v0", "gspo/Recurring-v0", "gspo/Story-v0"),
+        *("gspo/Lookup-v0", "gspo/Story-v0"),
     ],
 )
 def test_shipped_environments_pass(env_id):

@@ -69,6 +69,8 @@ def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path, monkeypatch):
             "A class is FILE.py:Mine-v0; MODULE:Mine-v0 imports a module that registers it",
         ),
         ("custom/Yes-v0", "FILE.py:Yes, or, before it, gspo_env.resolve_env(Yes)."),
+        ("gspo/GEM-v0", "no built-in adapter; docs/built-in.md shows how to write one."),
+        ("gspo/Recurring-v0", "it is studies/diagnostics.py:RecurringEnv in the repository."),
         ("", "expected one of"),
         ("no_such_module:Env", "cannot be imported"),
         (":Env", "cannot be imported"),

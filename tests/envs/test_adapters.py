@@ -13,7 +13,6 @@ from gspo_env.check.environment import check_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError
 from gspo_envs.adapters.foreign import ForeignEnv, load
 
-GEM = "game:GuessTheNumber-v0-easy"
 adapters = pytest.mark.adapters
 
 
@@ -72,7 +71,7 @@ def test_an_adapter_has_a_limit_of_turns():
 
 
 def test_a_missing_package_names_its_extra(monkeypatch):
-    for name in ("TextArena", "ReasoningGym", "GEM", "MiniGrid"):
+    for name in ("TextArena", "ReasoningGym"):
         extra = "reasoning-gym" if name == "ReasoningGym" else name.lower()
         monkeypatch.setitem(sys.modules, extra.replace("-", "_"), None)
         with pytest.raises(MissingExtraError, match=rf"pip install 'gspo-env\[{extra}\]'"):
@@ -98,8 +97,6 @@ def test_loading_a_package_keeps_our_logging(monkeypatch, tmp_path):
         ("gspo/TextArena-v0", {"game": "ConnectFour-v0", "players": 2}),
         ("gspo/ReasoningGym-v0", {}),
         ("gspo/ReasoningGym-v0", {"task": "mini_sudoku", "attempts": 4}),
-        ("gspo/GEM-v0", {"task": "game:Minesweeper-v0-random"}),
-        ("gspo/GEM-v0", {"task": "rg:chain_sum"}),
     ],
 )
 def test_the_adapter_keeps_the_contract(env_id, arguments):
@@ -169,7 +166,6 @@ def test_other_players_are_played_by_the_opponent():
         ("gspo/ReasoningGym-v0", {"task": "chain_sums"}, "did you mean chain_sum"),
         ("gspo/ReasoningGym-v0", {"min_terms": -1}, "cannot be made with"),
         ("gspo/ReasoningGym-v0", {"attempts": 0}, "attempts is 0"),
-        ("gspo/GEM-v0", {"task": "game:Guess"}, "has no 'game:Guess'"),
     ],
 )
 def test_what_cannot_be_made_is_refused(env_id, arguments, message):
@@ -183,12 +179,8 @@ def test_word_games_name_the_word_lists_they_need(monkeypatch):
 
     monkeypatch.setattr(nltk.data, "path", [])
     monkeypatch.setattr(nltk, "download", lambda *args, **kwargs: False)
-    for env_id, arguments in (
-        ("gspo/TextArena-v0", {"game": "Wordle-v0"}),
-        ("gspo/GEM-v0", {"task": "game:Hangman-v0-easy"}),
-    ):
-        with pytest.raises(MissingExtraError, match=r"python -m nltk.downloader words"):
-            make_env(env_id, **arguments)
+    with pytest.raises(MissingExtraError, match=r"python -m nltk.downloader words"):
+        make_env("gspo/TextArena-v0", game="Wordle-v0")
 
 
 @adapters
@@ -222,19 +214,3 @@ def test_an_answer_that_breaks_a_scorer_scores_nothing(monkeypatch):
     _, reward, terminated, _, info = env.step("<answer>((</answer>")
     assert (reward, terminated) == (0.0, True)
     assert info == {"scorer_error": "SyntaxError: ((", "success": False}
-
-
-@adapters
-def test_gem_shows_its_suffix_and_can_be_won():
-    env: Any = make_env("gspo/GEM-v0", task=GEM)
-    prompt, _ = env.reset(seed=0)
-    assert prompt.endswith("Enter your next guess.")
-    low, high = 1, 10
-    for _ in range(4):
-        guess = (low + high) // 2
-        observation, reward, terminated, _, info = env.step(f"\\boxed{{{guess}}}")
-        if terminated:
-            break
-        assert observation.endswith("Enter your next guess.")
-        low, high = (low, guess - 1) if "lower" in observation else (guess + 1, high)
-    assert (reward, info["success"]) == (1.0, True)

@@ -1,14 +1,17 @@
 """Each diagnostic environment has the property of its name."""
 
+from pathlib import Path
+
 import pytest
 
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError
 
-NAMES = (
-    *("Additive", "KeyDoor", "Recurring", "VariableLength", "Distractor", "Misleading"),
-    "Density",
+STUDY = Path(__file__).parents[2] / "studies" / "diagnostics.py"
+RECURRING, DISTRACTOR, MISLEADING, DENSITY = (
+    f"{STUDY}:{name}Env" for name in ("Recurring", "Distractor", "Misleading", "Density")
 )
+OURS = ("gspo/Additive-v0", "gspo/KeyDoor-v0", "gspo/VariableLength-v0")
 
 
 def play(env, words, seed=0):
@@ -21,9 +24,9 @@ def play(env, words, seed=0):
     return steps
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=[*OURS, RECURRING, DISTRACTOR, MISLEADING, DENSITY])
 def env(request):
-    return make_env(f"gspo/{request.param}-v0")
+    return make_env(request.param)
 
 
 def test_the_demonstrator_succeeds_without_noise_and_rewards_are_its_own(env):
@@ -56,7 +59,7 @@ def test_only_the_key_opens_the_door_and_leaving_it_pays_at_once():
 
 
 def test_recurring_rooms_have_the_same_key_at_other_turns():
-    env = make_env("gspo/Recurring-v0")
+    env = make_env(RECURRING)
     keys = [s[4]["state_key"] for s in play(env, ["left", "right"] * 4, seed=1)]
     assert len(set(keys)) < len(keys)
 
@@ -68,14 +71,14 @@ def test_the_policy_decides_how_long_an_episode_is():
 
 
 def test_distractors_are_noise_of_mean_zero():
-    env = make_env("gspo/Distractor-v0")
+    env = make_env(DISTRACTOR)
     noise = [step[1] for seed in range(100) for step in play(env, ["red"] * 8, seed)[1::2]]
     assert set(noise) == {0.5, -0.5}
     assert abs(sum(noise)) / len(noise) < 0.1
 
 
 def test_the_bait_pays_more_at_once_and_less_in_the_end():
-    env = make_env("gspo/Misleading-v0")
+    env = make_env(MISLEADING)
     baited = play(env, ["bait"] * 3)
     worked = play(env, ["work"] * 3)
     assert baited[0][1] > worked[0][1]
@@ -84,25 +87,25 @@ def test_the_bait_pays_more_at_once_and_less_in_the_end():
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"),
+    ("env_id", "arguments"),
     [
-        ("Additive", {"turns": 0}),
-        ("KeyDoor", {"turns": 1}),
-        ("Recurring", {"rooms": 2}),
-        ("Density", {"turns": 0}),
-        ("Density", {"density": 0.0}),
-        ("Density", {"noise": -1.0}),
-        ("Density", {"delay": 16}),
+        (OURS[0], {"turns": 0}),
+        (OURS[1], {"turns": 1}),
+        (RECURRING, {"rooms": 2}),
+        (DENSITY, {"turns": 0}),
+        (DENSITY, {"density": 0.0}),
+        (DENSITY, {"noise": -1.0}),
+        (DENSITY, {"delay": 16}),
     ],
 )
-def test_impossible_sizes_are_refused(name, arguments):
+def test_impossible_sizes_are_refused(env_id, arguments):
     with pytest.raises(ConfigError, match="expected"):
-        make_env(f"gspo/{name}-v0", **arguments)
+        make_env(env_id, **arguments)
 
 
 @pytest.mark.parametrize("density", [1 / 16, 1 / 4, 1 / 2, 1.0])
 def test_the_density_is_the_share_of_turns_whose_word_changes_the_expected_reward(density):
-    env = make_env("gspo/Density-v0", turns=16, density=density, noise=0.0)
+    env = make_env(DENSITY, turns=16, density=density, noise=0.0)
     for seed in range(3):
         env.reset(seed=seed)
         decisions = env.unwrapped.decisions
@@ -119,7 +122,7 @@ def test_the_density_is_the_share_of_turns_whose_word_changes_the_expected_rewar
 
 
 def test_routine_turns_pay_noise_of_mean_zero_that_no_word_escapes():
-    env = make_env("gspo/Density-v0", turns=8, density=0.25, noise=0.5)
+    env = make_env(DENSITY, turns=8, density=0.25, noise=0.5)
     assert play(env, ["red"] * 8, 7) != play(env, ["gold"] * 8, 7)
     routine = [k for k in range(8) if k not in env.unwrapped.decisions]
     for words in (["red"] * 8, ["blue"] * 8, ["none of them"] * 8):
@@ -130,7 +133,7 @@ def test_routine_turns_pay_noise_of_mean_zero_that_no_word_escapes():
 
 def test_a_delay_moves_rewards_and_keeps_their_sum():
     for delay in (0, 1, 5, 15):
-        env = make_env("gspo/Density-v0", turns=16, density=0.25, noise=0.0, delay=delay)
+        env = make_env(DENSITY, turns=16, density=0.25, noise=0.0, delay=delay)
         env.reset(seed=3)
         rewards, ended = [], False
         while not ended:
@@ -144,7 +147,7 @@ def test_a_delay_moves_rewards_and_keeps_their_sum():
 
 
 def test_demonstrations_with_slips_teach_no_decision():
-    env = make_env("gspo/Density-v0", turns=4, density=1.0)
+    env = make_env(DENSITY, turns=4, density=1.0)
     right = 0
     for seed in range(200):
         env.reset(seed=seed)

@@ -119,7 +119,7 @@ KEYED = {
     "gspo/Additive-v0": {"turns": 2},
     "gspo/GymText-v0": {"env": "FrozenLake-v1", "is_slippery": False},
 }
-NAMES = ("Dialogue", "GuessNumber", "KeyDoor", "Lookup", "Recurring", "SQL", "Story")
+NAMES = ("Dialogue", "GuessNumber", "KeyDoor", "Lookup", "SQL", "Story")
 NAMES += ("VariableLength", "Wordle")
 
 
@@ -138,7 +138,6 @@ def test_seeds_have_the_same_task_key_if_and_only_if_they_play_the_same_task(env
     ("env_id", "arguments"),
     [
         ("gspo/GuessNumber-v0", {"high": 9}),
-        ("gspo/Recurring-v0", {"rooms": 4}),
         ("gspo/VariableLength-v0", {}),
         ("gspo/Additive-v0", {"turns": 1}),
         ("gspo/Calculator-v0", {"operations": 1}),

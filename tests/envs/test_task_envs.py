@@ -1,17 +1,15 @@
-"""SQL, Wordle, MiniGrid and the Python tool: correct answers, rewards, and attempts to cheat."""
+"""SQL, Wordle and the Python tool: correct answers, rewards, and attempts to cheat."""
 
 import os
 import string
 from typing import Any
 
-import numpy as np
 import pytest
 from support.jails import require_isolation
 
 from gspo_env import format_tool_call, make_env
 from gspo_env.errors import ConfigError
 from gspo_env.sandbox import Sandbox, find_missing
-from gspo_envs.adapters.minigrid import describe
 from gspo_envs.text.wordle import WORDS, mark
 from gspo_envs.tools.sqlite import Database, SQLError
 
@@ -172,80 +170,6 @@ def test_the_word_list_can_be_made_the_rule():
     assert env.step("<guess>xrxxx</guess>")[:2] == ("xrxxx is not in the word list.", 0.0)
     with pytest.raises(ConfigError, match="expected one of"):
         env.reset(options={"word": "xrxxx"})
-
-
-# MiniGrid
-
-
-def view(rows, direction=0):
-    """The visible part of the room, with the agent in the middle of the last row."""
-    square = {
-        "?": (0, 0, 0), ".": (1, 0, 0), "#": (2, 5, 0), "D": (4, 0, 1), "O": (4, 4, 0),
-        "L": (4, 2, 2), "k": (5, 4, 0), "G": (8, 1, 0), "~": (9, 0, 0), "^": (1, 0, 0),
-    }  # fmt: skip
-    image = np.array([[square[c] for c in row] for row in rows.split()], dtype=np.uint8)
-    return {"image": image.transpose(1, 0, 2), "direction": direction, "mission": "go"}
-
-
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        ("... ... .^.", "free for 2 squares. You see nothing else."),
-        ("#.# #.# #^#", "free for 2 squares. You see nothing else."),
-        ("### ... .^.", "free for 1 square, then a wall. You see nothing else."),
-        ("... .D. .^.", "free for 0 squares, then a closed red door. You see a closed red door 1"),
-        ("... .O. .^.", "free for 2 squares. You see an open yellow door 1 ahead."),
-        ("?L? ... k^.", "free for 1 square, then a locked blue door. You see a yellow key 1 to the "
-         "left; a locked blue door 2 ahead."),
-        ("..G .~. .^.", "free for 0 squares, then lava. You see lava 1 ahead; the goal 2 ahead and "
-         "1 to the right."),
-        ("... ... .k.", "You see nothing else. You carry a yellow key."),
-    ],
-)  # fmt: skip
-def test_a_view_is_told_from_where_the_walker_stands(rows, said):
-    assert said in describe(view(rows))
-    assert describe(view(rows, 3)).startswith("You face north.")
-
-
-def test_the_package_agrees_with_the_words_of_a_view():
-    env: Any = make_env("gspo/MiniGrid-v0")
-    hidden = 0
-    for seed in range(30):
-        observation = env.reset(seed=seed)[0]
-        game = env.unwrapped._game.unwrapped
-        seen = observation.partition("You see ")[2].count(";") + 1
-        things = [o for o in game.grid.grid if o is not None and o.type in ("key", "ball", "box")]
-        assert seen <= len(things)
-        hidden += len(things) - seen
-        free = int(observation.partition("free for ")[2].partition(" ")[0])
-        before = tuple(game.agent_pos)
-        for _ in range(free):
-            env.step("forward")
-        assert sum(abs(a - b) for a, b in zip(before, game.agent_pos, strict=True)) == free
-    assert hidden > 10  # the visible objects are a subset of all objects
-
-
-def test_the_bot_of_the_package_reaches_every_goal():
-    env: Any = make_env("gspo/MiniGrid-v0", game="BabyAI-UnlockPickup-v0")
-    for seed in range(15):
-        env.reset(seed=seed)
-        done, total, turns = False, 0.0, 0
-        while not done:
-            _, reward, terminated, truncated, info = env.step(env.unwrapped.expert_action())
-            done, total, turns = terminated or truncated, total + reward, turns + 1
-        limit = env.unwrapped._game.unwrapped.max_steps
-        assert info["success"] is True
-        assert total == pytest.approx(1 - 0.9 * turns / limit)
-
-
-def test_an_unknown_game_is_refused_and_an_unknown_action_takes_a_turn():
-    with pytest.raises(ConfigError, match="BabyAI-GoToLocal-v0"):
-        make_env("gspo/MiniGrid-v0", game="BabyAI-GoToLocl-v0")
-    env: Any = make_env("gspo/MiniGrid-v0", max_turns=1)
-    state = env.reset(seed=0)[1]["state_key"]
-    observation, reward, _, truncated, info = env.step("fly")
-    assert observation.startswith("Write one action")
-    assert (reward, truncated, info["state_key"], info["success"]) == (0.0, True, state, False)
 
 
 # The Python tool

@@ -33,7 +33,7 @@ def test_any_text_survives_the_tokenizer(tokenizer, text):
     assert tokenizer.decode(ids) == text
 
 
-IDS = ["Lookup", "Calculator", "GuessNumber", "MiniGrid", "SQL", "Wordle"]
+IDS = ["Lookup", "Calculator", "GuessNumber", "SQL", "Wordle"]
 
 
 @pytest.mark.parametrize("env_id", [f"gspo/{name}-v0" for name in IDS])

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from gspo_env.credit import GroupGAE, NormalizeThenAccumulate, Outcome, ReturnsToGo
-from gspo_env.env.registration import make_env
 from gspo_env.registry import find
 from gspo_env.types import Group, bare_episode
 from studies.credit.density import Density, signal
 from studies.credit.enumeration import Enumeration, direction
 from studies.credit.exact import TASK, true_gradient
+from studies.diagnostics import DensityEnv
 
 ROOT = Path(__file__).parents[2]
 LINEAR = {
@@ -75,7 +75,7 @@ def test_with_noise_and_delay_the_formulas_agree_with_sampled_groups(name, delay
 
 
 def test_the_tabular_problem_is_the_environment():
-    env = make_env("gspo/Density-v0", turns=16, density=0.25, delay=3).unwrapped
+    env = DensityEnv(turns=16, density=0.25, delay=3)
     problem = Density(turns=16, decisions=4, delay=3)
     assert env.decisions == problem.positions
     assert problem.density == 0.25

@@ -28,7 +28,7 @@ SPACES = {
     "gspo/GuessNumber-v0": {},
     "gspo/PythonTool-v0": {},
     "gspo/Calculator-v0": {"operations": (1, 2)},
-    "gspo/Recurring-v0": {},
+    "gspo/VariableLength-v0": {},
     "gspo/Dataset-v0": {"data": ROWS, "held_out": ROWS[85:]},
 }
 """Environments in which a plain split by seed trains on tasks of the evaluation."""

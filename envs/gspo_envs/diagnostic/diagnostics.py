@@ -1,4 +1,4 @@
-"""Six small problems, each with one property that is hard for credit assignment.
+"""Small problems, each with one property that matters to credit assignment.
 
 A turn shows a few words and takes one word as the action, so that a tiny model learns them in
 seconds. After a warm-up on demonstrations with many errors, the model answers in the right format
@@ -7,7 +7,6 @@ but mostly wrongly.
 
 from __future__ import annotations
 
-import hashlib
 from abc import abstractmethod
 from typing import Any, ClassVar
 
@@ -15,7 +14,6 @@ from gspo_env.env.base import StepResult
 from gspo_env.errors import ConfigError
 from gspo_envs.text.answer import TaskEnv
 
-SALTS = 2**31
 CUES = ("sun", "moon", "star", "rain", "snow", "wind", "leaf", "fire")
 
 
@@ -82,8 +80,8 @@ class OneWordEnv(TaskEnv):
         return str(self._turn)
 
 
-class _Cued(OneWordEnv):
-    """A cue in each turn, which has one right word."""
+class CuedEnv(OneWordEnv):
+    """Base of episodes with a cue in each turn, which has one right word."""
 
     def _draw(self) -> None:
         self._cues: list[int] = self.np_random.integers(len(CUES), size=self.turns).tolist()
@@ -100,7 +98,7 @@ class _Cued(OneWordEnv):
         return self.words[self._cues[self._turn] % len(self.words)]
 
 
-class AdditiveEnv(_Cued):
+class AdditiveEnv(CuedEnv):
     """Independent turns: each right word for the shown cue earns 1 / turns.
 
     The more turns, the less the return of an episode depends on each one.
@@ -160,48 +158,6 @@ class KeyDoorEnv(OneWordEnv):
         return f"{self._turn}:{self._key}"
 
 
-class RecurringEnv(OneWordEnv):
-    """Recurring states: walk a ring of rooms to a goal; episodes revisit the same rooms.
-
-    Arriving earns 1. Actions in the same room can be compared across turns (`gigpo`, `group_gae`).
-
-    Args:
-        turns: Maximum turns.
-        rooms: Rooms of the ring.
-    """
-
-    words = ("left", "right")
-
-    def __init__(self, turns: int = 8, rooms: int = 6) -> None:
-        """Sets the maximum turns and the size of the ring."""
-        if not 3 <= rooms <= 16:
-            raise ConfigError(f"Recurring: rooms is {rooms}, expected 3 to 16.")
-        super().__init__(turns, num_tasks=rooms * (rooms - 1))
-        self.rooms = rooms
-
-    def _draw(self) -> None:
-        self._room, self._goal = self.np_random.choice(self.rooms, 2, replace=False).tolist()
-
-    @property
-    def _task_key(self) -> str:
-        return self._show()
-
-    def _show(self) -> str:
-        return f"room{self._room} goal{self._goal}"
-
-    def _right(self) -> str:
-        return "right" if 2 * ((self._goal - self._room) % self.rooms) <= self.rooms else "left"
-
-    def _play(self, word: str) -> tuple[float, bool, float]:
-        self._room = (self._room + (word == "right") - (word == "left")) % self.rooms
-        there = self._room == self._goal
-        return float(there), there, float(there)
-
-    @property
-    def _state_key(self) -> str:
-        return str(self._room)
-
-
 class VariableLengthEnv(OneWordEnv):
     """Variable length: the policy must stop at a given turn.
 
@@ -236,77 +192,3 @@ class VariableLengthEnv(OneWordEnv):
             return 0.0, False, 0.0
         reward = 1.0 - abs(self._turn + 1 - self._best) / self.turns
         return reward, True, float(reward == 1.0)
-
-
-class DistractorEnv(_Cued):
-    """Distractor turns: every other turn's reward is zero-mean noise that depends on the word.
-
-    Right words in the remaining turns earn 1 in total.
-
-    Args:
-        turns: Turns of every episode, at least 2.
-        noise: Size of the noise.
-    """
-
-    def __init__(self, turns: int = 8, noise: float = 0.5) -> None:
-        """Sets the number of turns and the noise."""
-        super().__init__(turns, fewest=2, num_tasks=len(CUES) ** turns * SALTS)
-        self.noise = noise
-
-    def _draw(self) -> None:
-        super()._draw()
-        self._salt = int(self.np_random.integers(SALTS))
-
-    @property
-    def _task_key(self) -> str:
-        return f"{super()._task_key} {self._salt}"
-
-    def _show(self) -> str:
-        return super()._show() if self._turn % 2 == 0 else "noise"
-
-    def _play(self, word: str) -> tuple[float, bool, float]:
-        signals = (self.turns + 1) // 2
-        reward = 0.0
-        if self._turn % 2 == 0:
-            right = word == self._right()
-            self._hits += right
-            reward = right / signals
-        elif word in self.words:
-            text = f"{self._salt}:{self._turn}:{word}".encode()
-            heads = hashlib.blake2b(text, digest_size=1).digest()[0] % 2
-            reward = self.noise * (1 if heads else -1)
-        return reward, self._last, self._hits / signals
-
-
-class MisleadingEnv(OneWordEnv):
-    """A misleading dense reward: a bait earns 0.1 per turn, right words only if all are right.
-
-    Right words in every turn earn 1 on the last.
-
-    Args:
-        turns: Turns of every episode.
-    """
-
-    words = ("work", "bait", "rest")
-
-    def __init__(self, turns: int = 3) -> None:
-        """Sets the number of turns."""
-        super().__init__(turns)
-
-    def _draw(self) -> None:
-        self._right_so_far = True
-
-    def _show(self) -> str:
-        return f"turn{self._turn + 1}"
-
-    def _right(self) -> str:
-        return "work"
-
-    def _play(self, word: str) -> tuple[float, bool, float]:
-        self._right_so_far &= word == "work"
-        won = float(self._last and self._right_so_far)
-        return (0.1 if word == "bait" else won), self._last, won
-
-    @property
-    def _state_key(self) -> str:
-        return f"{self._turn}:{self._right_so_far}"

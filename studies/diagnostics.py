@@ -1,4 +1,4 @@
-"""A problem with a tunable share of decisions, to find out when credit by turn pays."""
+"""Problems that show what an estimator does: recurring states, noise, bait, and few decisions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,125 @@ import hashlib
 
 from gspo_env.env.base import StepResult
 from gspo_env.errors import ConfigError
-from gspo_envs.diagnostic.diagnostics import CUES, SALTS, OneWordEnv
+from gspo_envs.diagnostic.diagnostics import CUES, CuedEnv, OneWordEnv
+
+SALTS = 2**31
+
+
+class RecurringEnv(OneWordEnv):
+    """Recurring states: walk a ring of rooms to a goal; episodes revisit the same rooms.
+
+    Arriving earns 1. Actions in the same room can be compared across turns (`gigpo`, `group_gae`).
+
+    Args:
+        turns: Maximum turns.
+        rooms: Rooms of the ring.
+    """
+
+    words = ("left", "right")
+
+    def __init__(self, turns: int = 8, rooms: int = 6) -> None:
+        """Sets the maximum turns and the size of the ring."""
+        if not 3 <= rooms <= 16:
+            raise ConfigError(f"Recurring: rooms is {rooms}, expected 3 to 16.")
+        super().__init__(turns, num_tasks=rooms * (rooms - 1))
+        self.rooms = rooms
+
+    def _draw(self) -> None:
+        self._room, self._goal = self.np_random.choice(self.rooms, 2, replace=False).tolist()
+
+    @property
+    def _task_key(self) -> str:
+        return self._show()
+
+    def _show(self) -> str:
+        return f"room{self._room} goal{self._goal}"
+
+    def _right(self) -> str:
+        return "right" if 2 * ((self._goal - self._room) % self.rooms) <= self.rooms else "left"
+
+    def _play(self, word: str) -> tuple[float, bool, float]:
+        self._room = (self._room + (word == "right") - (word == "left")) % self.rooms
+        there = self._room == self._goal
+        return float(there), there, float(there)
+
+    @property
+    def _state_key(self) -> str:
+        return str(self._room)
+
+
+class DistractorEnv(CuedEnv):
+    """Distractor turns: every other turn's reward is zero-mean noise that depends on the word.
+
+    Right words in the remaining turns earn 1 in total.
+
+    Args:
+        turns: Turns of every episode, at least 2.
+        noise: Size of the noise.
+    """
+
+    def __init__(self, turns: int = 8, noise: float = 0.5) -> None:
+        """Sets the number of turns and the noise."""
+        super().__init__(turns, fewest=2, num_tasks=len(CUES) ** turns * SALTS)
+        self.noise = noise
+
+    def _draw(self) -> None:
+        super()._draw()
+        self._salt = int(self.np_random.integers(SALTS))
+
+    @property
+    def _task_key(self) -> str:
+        return f"{super()._task_key} {self._salt}"
+
+    def _show(self) -> str:
+        return super()._show() if self._turn % 2 == 0 else "noise"
+
+    def _play(self, word: str) -> tuple[float, bool, float]:
+        signals = (self.turns + 1) // 2
+        reward = 0.0
+        if self._turn % 2 == 0:
+            right = word == self._right()
+            self._hits += right
+            reward = right / signals
+        elif word in self.words:
+            text = f"{self._salt}:{self._turn}:{word}".encode()
+            heads = hashlib.blake2b(text, digest_size=1).digest()[0] % 2
+            reward = self.noise * (1 if heads else -1)
+        return reward, self._last, self._hits / signals
+
+
+class MisleadingEnv(OneWordEnv):
+    """A misleading dense reward: a bait earns 0.1 per turn, right words only if all are right.
+
+    Right words in every turn earn 1 on the last.
+
+    Args:
+        turns: Turns of every episode.
+    """
+
+    words = ("work", "bait", "rest")
+
+    def __init__(self, turns: int = 3) -> None:
+        """Sets the number of turns."""
+        super().__init__(turns)
+
+    def _draw(self) -> None:
+        self._right_so_far = True
+
+    def _show(self) -> str:
+        return f"turn{self._turn + 1}"
+
+    def _right(self) -> str:
+        return "work"
+
+    def _play(self, word: str) -> tuple[float, bool, float]:
+        self._right_so_far &= word == "work"
+        won = float(self._last and self._right_so_far)
+        return (0.1 if word == "bait" else won), self._last, won
+
+    @property
+    def _state_key(self) -> str:
+        return f"{self._turn}:{self._right_so_far}"
 
 
 class DensityEnv(OneWordEnv):

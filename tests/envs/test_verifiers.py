@@ -1,4 +1,4 @@
-"""SkyRL-Gym and verifiers, the real packages: their data and rewards reach the policy."""
+"""The real package verifiers: its data and rewards reach the policy."""
 
 from pathlib import Path
 
@@ -11,77 +11,12 @@ from gspo_env.seeding import HELD_OUT
 
 pytestmark = pytest.mark.adapters
 
-SYSTEM = {"role": "system", "content": "End with '#### ANSWER'."}
-SUMS = [
-    {
-        "prompt": [SYSTEM, {"role": "user", "content": f"What is {n} + 1?"}],
-        "reward_spec": {"method": "rule", "ground_truth": str(n + 1)},
-        "reward_model": {"ground_truth": str(n + 1)},
-        "extra_info": {},
-    }
-    for n in range(20)
-]
-
 
 def check_rows(env):
     """The numbers of training and evaluation rows, and those that are both."""
     rows = {env.reset(seed=seed)[1]["row"] for seed in range(400)}
     held = {env.reset(seed=seed)[1]["row"] for seed in range(HELD_OUT, HELD_OUT + 200)}
     return len(rows), len(held), rows & held
-
-
-class TestSkyRL:
-    @pytest.fixture(autouse=True)
-    def _needs(self):
-        pytest.importorskip("skyrl_gym")
-
-    def make(self, task="gsm8k", data=SUMS, **kwargs):
-        return make_env("gspo/SkyRL-v0", task=task, data=data, **kwargs)
-
-    def test_the_seed_picks_the_row_and_the_package_judges_the_answer(self):
-        env = self.make()
-        observation, info = env.reset(seed=3)
-        assert observation == f"What is {info['row']} + 1?"
-        assert env.get_wrapper_attr("system_prompt") == "End with '#### ANSWER'."
-        assert env.step(f"#### {info['row'] + 1}")[1:4] == (1.0, True, False)
-        env.reset(seed=3)
-        assert env.step("#### 99")[1:4] == (0.0, True, False)
-        assert check_rows(env) == (18, 2, set())
-
-    def test_a_game_of_several_turns_pays_each_and_ends_by_its_own_limit_or_ours(self):
-        env = self.make("gsm8k_multi_turn", max_turns=3)
-        env.reset(options={"row": 4})
-        observation, reward, terminated, _, info = env.step("maybe\n#### 7")
-        assert "tentative numeric answer" in observation
-        assert (reward, terminated) == (pytest.approx(0.2 / 3), False)
-        assert info["skyrl_metrics"] == {"steps": 1}
-        assert env.step("hm")[1:4] == (0.0, False, False)
-        assert env.step("#### 5")[1:4] == (1.0, True, False)
-
-    def test_an_environment_of_ones_own_and_what_does_not_fit(self, tmp_path):
-        path = tmp_path / "mine.py"
-        path.write_text(
-            "from skyrl_gym.envs.base_text_env import BaseTextEnv\n"
-            "class Endless(BaseTextEnv):\n"
-            "    def __init__(self, env_config, extras):\n"
-            "        super().__init__()\n"
-            "        self.word = env_config.word\n"
-            "    def step(self, action):\n"
-            "        said = [{'role': 'user', 'content': self.word}]\n"
-            "        return {'observations': said, 'reward': 0.5, 'done': False}\n"
-        )
-        env = self.make(f"{path}:Endless", SUMS, config={"word": "on"}, max_turns=2)
-        env.reset(seed=0)
-        assert env.step("a")[:4] == ("on", 0.5, False, False)
-        assert env.step("b")[:4] == ("on", 0.5, False, True)
-        with pytest.raises(ConfigError, match="did you mean gsm8k"):
-            self.make("gsm8")
-        with pytest.raises(ConfigError, match="row 0 with the columns prompt: AssertionError"):
-            self.make("gsm8k", [{"prompt": "1 + 1?"}]).reset(seed=0)
-
-    @pytest.mark.parametrize("task", ["gsm8k", "gsm8k_multi_turn", "aime"])
-    def test_it_keeps_the_contract(self, task):
-        check_env(self.make(task, max_turns=3))
 
 
 GAME = """
