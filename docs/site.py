@@ -34,6 +34,7 @@ ROOMS = {
     "gspo_env.report": "Reports",
     "gspo_env.chat": "Chats",
     "gspo_env.distributed": "Distributed",
+    "gspo_env.runs": "Runs",
     "gspo_env.episodes": "Episodes",
     "gspo_env.health": "Health",
     "gspo_env.tracking": "Tracking",

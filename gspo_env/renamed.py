@@ -48,6 +48,7 @@ REMOVED = {
     "compare.most_seeds": "choose --seeds",
     "compare.like": "the report of the earlier comparison says which differences its seeds show",
     "compare.difference": "the report says which differences the seeds can show",
+    "command.report": "`gspo-env view RUN` shows one run, MLflow compares many",
     "cache": "every run warms up its model anew, which takes seconds",
     "train.processes": "start the processes with `torchrun --standalone --local-addr 127.0.0.1"
     " --nproc-per-node N -m gspo_env train`",

@@ -250,7 +250,7 @@ def cases(
 def main() -> None:
     """Plays the runs and prints a row for each."""
     from gspo_env.health.diagnose import diagnose, lines
-    from gspo_env.report.run_record import read_run
+    from gspo_env.runs import Run
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="runs whose name or cause contains this")
@@ -264,7 +264,7 @@ def main() -> None:
         tree["seed"] = tree.get("seed", 0) + arguments.seed
         started = time.monotonic()
         run = play(name, tree, place, stops=stops)
-        diagnosis = diagnose(read_run(run))
+        diagnosis = diagnose(Run.open(run))
         names = [finding.name for finding in diagnosis.findings]
         right = names[:1] == ([expected] if expected else [])
         wrong += not right

@@ -15,11 +15,11 @@ from support.cli_errors import refused
 
 from gspo_env.cli.main import main
 from gspo_env.config import CheckpointConfig, Config, to_toml
-from gspo_env.episodes.page import write_page
 from gspo_env.episodes.schema import episode_files, read_episodes, read_tokens, schema
 from gspo_env.errors import OutputError
 from gspo_env.files import check_folder, parse_toml, read_file, write_file
 from gspo_env.redaction import write_text
+from gspo_env.runs import Run, write_page
 from gspo_env.training.checkpoints import Checkpoints, damage
 
 PRECIOUS = "what the user would miss"
@@ -45,7 +45,6 @@ def run(in_folder):
 
 COMMANDS = {
     "view": ["view", "run", "--no-browser"],
-    "report": ["report", "run", "--no-browser"],
     "diagnose": ["diagnose", "run"],
     "resume": ["train", "--resume", "run"],
     "sync": ["sync", "run"],
@@ -54,7 +53,6 @@ COMMANDS = {
 LINKS = {
     "view.html": "precious/file",
     "report": "precious",
-    "report/report.html": "precious/file",
     "episodes/tokens.json": "precious/file",
     "tracking/calls.jsonl": "precious/file",
     "checkpoints/step-000002": "precious",
@@ -105,15 +103,12 @@ DAMAGE = {
 
 
 QUICK = [(command, [name]) for command in ("view", "diagnose", "resume") for name in DAMAGE]
-DRAWN = [[name] for name in DAMAGE if name.startswith("metrics")]
-OTHERS = [name for name in DAMAGE if not name.startswith("metrics")]
 
 
 @pytest.mark.parametrize(
     ("command", "names"),
     [
         *QUICK,
-        *(("report", names) for names in (*DRAWN, OTHERS)),  # takes seconds
         *(pytest.param("sync", [name], marks=pytest.mark.slow) for name in DAMAGE),
     ],
 )
@@ -218,7 +213,7 @@ def write_turn(run, **row):
 
 
 def test_a_file_of_huge_texts_has_no_part_of_the_page(run, caplog, monkeypatch):
-    monkeypatch.setattr("gspo_env.episodes.page._MAX_PART", 1 << 20)
+    monkeypatch.setattr("gspo_env.runs.page._MAX_PART", 1 << 20)
     write_turn(run, observation="x" * (1 << 20))
     main(["view", str(run), "--no-browser"])
     assert "is left out of the page" in caplog.text
@@ -242,7 +237,7 @@ def test_a_damaged_episode_is_one_sentence_for_rescore(run, capsys, column, valu
 
 def test_a_file_of_no_episodes_has_no_part_of_the_page(run, tmp_path):
     pq.write_table(schema().empty_table(), run / "episodes/000001-train.parquet")
-    assert write_page(run, tmp_path / "page.html").exists()
+    assert write_page(Run.open(run), tmp_path / "page.html").exists()
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"x": 1}', "nope"])
@@ -258,5 +253,5 @@ def test_a_run_of_ones_own_is_read_and_resumed_as_before(run, capsys):
     (run / "wandb/latest-run").symlink_to("offline-run-1")
     check_folder(run)
     main(["diagnose", "run"])
-    main(["report", "run", "--no-browser"])
-    assert "Wrote run/report/report.html" in capsys.readouterr().out
+    main(["view", "run", "--no-browser"])
+    assert "Wrote run/view.html" in capsys.readouterr().out

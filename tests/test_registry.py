@@ -68,7 +68,8 @@ def test_no_choice_needs_a_heavy_library_to_be_described():
 def test_neither_environments_nor_what_reads_runs_load_a_heavy_library():
     """A process of an environment would need seconds and 0.3 GB more."""
     code = (
-        "import pkgutil, sys, gspo_envs, gspo_env.report.run_report, gspo_env.report.traces\n"
+        "import pkgutil, sys, gspo_envs\n"
+        "import gspo_env.runs.page, gspo_env.runs.plots, gspo_env.report.traces\n"
         "for found in pkgutil.walk_packages(gspo_envs.__path__, 'gspo_envs.'):\n"
         "    __import__(found.name)\n"
         "print(found.name, {'torch', 'transformers', 'mlflow', 'vllm'} & set(sys.modules))"

@@ -15,10 +15,9 @@ from gspo_env.cli.main import main
 from gspo_env.config import Config
 from gspo_env.episodes.text import render_episode
 from gspo_env.errors import ConfigError
-from gspo_env.health.record import RunRecord
 from gspo_env.model.load import save_model
 from gspo_env.redaction import visible
-from gspo_env.report import learning_curve
+from gspo_env.runs import Run, learning_curve
 from gspo_env.tracking.console import Progress
 from gspo_env.types import StopReason, Task
 
@@ -68,7 +67,7 @@ def test_the_name_of_a_folder_has_no_escape_sequence(capsys, tmp_path):
     (folder / "config.toml").write_text("")
     Progress().line(str(folder))
     main(["view", str(folder), "--no-browser"])
-    main(["report", str(folder), "--no-browser"])
+    main(["diagnose", str(folder)])
     assert not {"\x1b", "\x07", "\r", "\u202e"} & set("".join(capsys.readouterr()))
 
 
@@ -89,7 +88,7 @@ def test_the_names_of_tensors_have_no_escape_sequence(capfd, tmp_path, model, to
     "name", [r"$\frac$", "$", r"\$x$", "$x$ $", HOSTILE, "a_b^c \\", "x" * 10**6]
 )
 def test_a_name_that_looks_like_a_formula_is_drawn_as_it_is(tmp_path, name):
-    run = RunRecord.in_progress(Config(), [(0, {"eval/success": 0.5})])
+    run = Run.in_progress(Config(), [(0, {"eval/success": 0.5})])
     figure = learning_curve(run, name)
     figure.savefig(tmp_path / "curve.png")  # a broken formula would raise
     title = figure.get_suptitle()

@@ -1,4 +1,4 @@
-// Bundles the sources into gspo_env/episodes/page.html: one file that loads nothing.
+// Bundles the sources into gspo_env/runs/page.html: one file that loads nothing.
 import { build } from "esbuild";
 import { createHash } from "node:crypto";
 import { readFileSync, writeFileSync } from "node:fs";
@@ -26,4 +26,4 @@ const page = readFileSync("src/page.html", "utf8")
   .replace("STYLE_HASH", () => hash(style))
   .replace("STYLE", () => style)
   .replace("SCRIPT", () => script);
-writeFileSync("../gspo_env/episodes/page.html", page);
+writeFileSync("../gspo_env/runs/page.html", page);

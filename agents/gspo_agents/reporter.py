@@ -14,15 +14,16 @@ from gspo_env.episodes.schema import PAGE, Phase
 from gspo_env.episodes.writer import EpisodeLog
 from gspo_env.errors import OutputError
 from gspo_env.files import read_file
-from gspo_env.health.collapse import EvalSnapshot, find_collapse
+from gspo_env.health.collapse import find_collapse
 from gspo_env.health.findings import Finding
-from gspo_env.health.record import RunRecord
 from gspo_env.learner.stats import TokenValues
 from gspo_env.model.check import RunMode
 from gspo_env.redaction import write_text
 from gspo_env.registry import load_function, name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
+from gspo_env.runs.evaluations import EvalSnapshot
+from gspo_env.runs.run import Run
 from gspo_env.tracking.base import MODEL, SUMMARY, RunInfo
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker
@@ -167,18 +168,22 @@ class Reporter:
         Raises:
             OutputError: The model cannot be written.
         """
+        from gspo_env.runs.page import write_page
+        from gspo_env.runs.plots import learning_curve
+
         folder = self._checkpoints.run
         if not self._checkpoints.attempt("the trained model", lambda: write(folder)):
             raise OutputError(f"the trained model cannot be written to {str(folder)!r}")
         self._summarise(history)
-        record = RunRecord.in_progress(self.config, history)
+        record = Run.in_progress(self.config, history)
         title = f"{env_id}, seed {self.config.seed}"
-        curve = _load("plots:learning_curve")(record, title)
+        curve = learning_curve(record, title)
         path = folder / "learning_curve.png"
         self._checkpoints.attempt(path.name, lambda: curve.savefig(path))
         page = folder / PAGE
-        write_page = load_function("gspo_env.episodes.page:write_page", "report")
-        self._checkpoints.attempt(page.name, lambda: write_page(folder, page, most_mb=_PAGE_MB))
+        self._checkpoints.attempt(
+            page.name, lambda: write_page(Run.open(folder), page, most_mb=_PAGE_MB)
+        )
         for name in ("config.toml", path.name, page.name):
             self._tracker.artifact(folder / name)
         self._tracker.artifact(folder / MODEL, MODEL)

@@ -25,9 +25,9 @@ class Diagnose:
         if not self.folder:
             raise ConfigError("folder is ''; expected the folder of a run, such as runs/NAME")
         from gspo_env.health.diagnose import diagnose, lines
-        from gspo_env.report.run_record import read_run
+        from gspo_env.runs import Run
 
-        diagnosis = diagnose(read_run(self.folder))
+        diagnosis = diagnose(Run.open(self.folder))
         if self.json:
             tree = {
                 "run": str(diagnosis.run.folder),

@@ -120,8 +120,9 @@ def print_episodes(
 
 def print_scores(groups: Sequence[Group], split: Split) -> None:
     """Prints success, return, turns, pass@k and pass^k."""
-    from gspo_env.compare.stats import pass_at_k, pass_hat_k, success_interval
+    from gspo_env.compare.stats import pass_at_k, pass_hat_k
     from gspo_env.rollout.metrics import by_environment
+    from gspo_env.runs.evaluations import success_interval
 
     rows = [[e for e in group.episodes if not e.failed] for group in groups]
     lost = sum(len(group.episodes) for group in groups) - sum(map(len, rows))

@@ -28,7 +28,6 @@ COMMANDS = {
     "compare": "gspo_env.cli.compare:Compare",
     "view": "gspo_env.cli.view:View",
     "diagnose": "gspo_env.cli.diagnose:Diagnose",
-    "report": "gspo_env.cli.report:Report",
     "serve": "gspo_env.cli.serve:Serve",
     "capture": "gspo_env.cli.capture:Capture",
     "rescore": "gspo_env.cli.rescore:Rescore",
@@ -107,6 +106,8 @@ def parse(arguments: Sequence[str]) -> Any:
             print(f"  {each:9} {str(_load(each).__doc__).partition(chr(10))[0]}")
         raise SystemExit(0)
     if name not in COMMANDS:
+        if instead := instead_of(f"command.{name}"):
+            raise ConfigError(f"there is no command {name!r}: {instead}")
         near = "".join(difflib.get_close_matches(name, COMMANDS, n=1))
         hint = f"did you mean {near}? There are" if near else "expected one of"
         raise ConfigError(f"there is no command {name!r}; {hint}: {', '.join(COMMANDS)}")

@@ -30,15 +30,15 @@ class View:
 
     def run(self) -> None:
         """Writes the page and opens it."""
-        from gspo_env.episodes.page import write_page
         from gspo_env.episodes.schema import PAGE
+        from gspo_env.runs import Run, write_page
 
         if not self.folder:
             raise ConfigError("folder is ''; expected the folder of a run, such as runs/NAME")
         check_values(self)
         out = Path(self.out or Path(self.folder, PAGE))
         try:
-            page = write_page(self.folder, out, most_mb=self.mb)
+            page = write_page(Run.open(self.folder), out, most_mb=self.mb)
         except OSError as error:
             raise OutputError(
                 f"cannot make {str(out)!r}: {error}; expected a file that can be written, named "

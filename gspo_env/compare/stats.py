@@ -1,4 +1,4 @@
-"""Statistics of evaluations and comparisons: intervals, pass@k, and corrected paired tests."""
+"""Statistics of comparisons: intervals, pass@k, and corrected paired tests."""
 
 from __future__ import annotations
 
@@ -13,57 +13,6 @@ from gspo_env.types import FloatArray
 
 _FEWEST_RUNS = 6
 """Runs from which there is an interval of their interquartile mean."""
-
-
-def success_interval(
-    successes_per_task: Sequence[Sequence[float]], *, tasks: int | None = None
-) -> tuple[float, float]:
-    """Computes a 95 % confidence interval of the success rate over tasks.
-
-    Uses Wilson's interval if each task has one sample. Otherwise a percentile bootstrap resamples
-    tasks and keeps the samples of a task together, because they are not independent. Wilson's
-    interval replaces it where there is nothing to resample: over the samples of a single task, and
-    with one trial per task for equal rates in all tasks or fewer tasks than rows.
-
-    Args:
-        successes_per_task: The samples of each task, 0 or 1; their numbers may differ.
-        tasks: The number of different tasks; by default every row is one.
-
-    Raises:
-        ConfigError: There is no task, a task has no samples, or a value is not 0 or 1.
-
-    Source:
-        Wilson 1927; Efron 1979; clustering by task: arXiv 2411.00640, section 2.2.
-    """
-    rows = _rows(successes_per_task)
-    sums, sizes = np.array([row.sum() for row in rows]), np.array([len(row) for row in rows])
-    rates = sums / sizes
-    if tasks is not None and tasks < len(rows):
-        return _wilson(round(float(sums.sum() / sizes.sum()) * tasks), tasks)
-    if len(rows) == 1 or sizes.max() == 1:
-        return _wilson(int(sums.sum()), int(sizes.sum()))
-    if np.ptp(rates) == 0:
-        return _wilson(round(float(rates.sum())), len(rates))
-    from scipy.stats import bootstrap
-
-    def rate(sums: FloatArray, sizes: FloatArray, axis: int) -> Any:
-        return sums.sum(axis) / sizes.sum(axis)
-
-    options = {"paired": True, "vectorized": True, "method": "percentile", "rng": 0}
-    result = bootstrap((sums, sizes), rate, **options)
-    low, high = result.confidence_interval
-    return float(low), float(high)
-
-
-def _rows(successes_per_task: Sequence[Sequence[float]]) -> list[FloatArray]:
-    rows = [np.asarray(row, dtype=np.float64).ravel() for row in successes_per_task]
-    if not rows or not all(len(row) for row in rows):
-        raise ConfigError(
-            "successes_per_task has no rows or an empty row; expected samples of each task"
-        )
-    if not np.isin(np.concatenate(rows), (0.0, 1.0)).all():
-        raise ConfigError("successes_per_task has other values; expected 0 or 1 for each sample")
-    return rows
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -276,13 +225,6 @@ def smallest_difference(
         return power(effect, pairs, alpha=alpha) - desired
 
     return spread * float(brentq(missing, 1e-6, 1e4 / pairs**0.5))
-
-
-def _wilson(successes: int, trials: int) -> tuple[float, float]:
-    from scipy.stats import binomtest
-
-    low, high = binomtest(successes, trials).proportion_ci(method="wilson")
-    return float(low), float(high)
 
 
 def _check_counts(n: int, c: int, k: int) -> None:

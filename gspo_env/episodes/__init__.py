@@ -1,4 +1,4 @@
-"""Kept episodes: their schema, writer, reader and page."""
+"""Kept episodes: their schema, writer and reader."""
 
 import lazy_loader
 

@@ -1,4 +1,3 @@
-from .page import write_page as write_page
 from .schema import EpisodeRecord as EpisodeRecord
 from .schema import Episodes as Episodes
 from .schema import TurnRecord as TurnRecord

@@ -12,13 +12,11 @@ So neither chance nor a policy that oscillates by less than half counts as a col
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import sqrt
+from collections.abc import Sequence
 from statistics import NormalDist
 
 from gspo_env.health.findings import Finding
-from gspo_env.rollout.metrics import Evaluation
+from gspo_env.runs.evaluations import EvalSnapshot, return_fall, success_fall
 
 _CERTAIN = 5.0
 """Standard errors of a fall that is not chance, although the best is the highest of many."""
@@ -26,42 +24,6 @@ _LIKELY = 3.5
 """Standard errors of a fall that is not chance if two evaluations in a row show it."""
 _LASTING = 3
 """Evaluations in a row for which a smaller fall has to last."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalSnapshot:
-    """How good a policy was in one evaluation."""
-
-    step: int
-    episodes: int
-    success: float
-    mean_return: float
-    return_std: float
-
-    @classmethod
-    def of(cls, step: int, evaluation: Evaluation) -> EvalSnapshot:
-        """Summarises the sampled episodes of an evaluation."""
-        stats = evaluation.sampled
-        return cls(
-            step=step,
-            episodes=sum(not e.failed for group in evaluation.groups for e in group.episodes),
-            success=stats.success,
-            mean_return=stats.mean_return,
-            return_std=stats.return_std,
-        )
-
-    @classmethod
-    def from_metrics(
-        cls, step: int, metrics: Mapping[str, float], episodes: int, *, prefix: str = "eval"
-    ) -> EvalSnapshot:
-        """Reads a snapshot from logged metrics; an unknown spread of returns is infinite."""
-        return cls(
-            step=step,
-            episodes=episodes,
-            success=metrics[f"{prefix}/success"],
-            mean_return=metrics.get(f"{prefix}/return", 0.0),
-            return_std=metrics.get(f"{prefix}/return_std", float("inf")),
-        )
 
 
 def may_be_chance(best: EvalSnapshot, last: EvalSnapshot, evaluations: int) -> bool:
@@ -108,35 +70,6 @@ def stays_lower(evaluations: Sequence[EvalSnapshot]) -> str:
     if any(min(success_fall(best, now), return_fall(best, now)) < _CERTAIN for now in after):
         return ""
     return _sentence("success", f"{after[-1].success:.1%}", f"{best.success:.1%}", after[-1], best)
-
-
-def success_fall(best: EvalSnapshot, now: EvalSnapshot) -> float:
-    """Returns the standard errors by which success is lower than at the best; 0 if it is not."""
-    variances = [e.success * (1 - e.success) for e in (best, now)]
-    return _standard_errors(best.success - now.success, variances, best, now)
-
-
-def return_fall(best: EvalSnapshot, now: EvalSnapshot) -> float:
-    """Returns the standard errors by which the return is lower than at the best, or 0."""
-    variances = [best.return_std**2, now.return_std**2]
-    return _standard_errors(best.mean_return - now.mean_return, variances, best, now)
-
-
-def _standard_errors(
-    drop: float, variances: Sequence[float], best: EvalSnapshot, now: EvalSnapshot
-) -> float:
-    """Returns a fall in standard errors, with the variance of both samples together.
-
-    So a handful of episodes without any spread proves nothing: the result is at most the root of
-    the number of episodes in both.
-    """
-    counts = (best.episodes, now.episodes)
-    if not all(counts) or not drop > 0:
-        return 0.0
-    total = sum(counts)
-    within = sum(n * v for n, v in zip(counts, variances, strict=True)) / total
-    between = counts[0] * counts[1] * (drop / total) ** 2
-    return drop / sqrt((within + between) * (1 / counts[0] + 1 / counts[1]))
 
 
 def _fall(evaluations: Sequence[EvalSnapshot], threshold: float) -> str:

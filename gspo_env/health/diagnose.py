@@ -1,7 +1,7 @@
 """Why does a run not learn? Applies the rules to its record.
 
 Example:
-    for finding in diagnose(read_run("runs/Lookup-v0-seed0-1")).findings:
+    for finding in diagnose(Run.open("runs/Lookup-v0-seed0-1")).findings:
         print(finding.text, finding.advice)
 """
 
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 from gspo_env.health.collapse import may_be_chance
 from gspo_env.health.findings import Finding
-from gspo_env.health.record import RunRecord
 from gspo_env.health.rules import RULES, quote, share
+from gspo_env.runs.run import Run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
     """What all rules found in a run."""
 
-    run: RunRecord
+    run: Run
     findings: tuple[Finding, ...]
     """Causes first, without their consequences."""
     consequences: tuple[str, ...]
@@ -31,7 +31,7 @@ class Diagnosis:
     """Rules whose metrics the run lacks."""
 
 
-def diagnose(run: RunRecord) -> Diagnosis:
+def diagnose(run: Run) -> Diagnosis:
     """Applies all rules to a run."""
     findings: list[Finding] = []
     consequences: list[str] = []
@@ -74,7 +74,7 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     return shown
 
 
-def _success(run: RunRecord) -> str:
+def _success(run: Run) -> str:
     if not run.evaluations:
         return ""
     first, *others = run.evaluations
@@ -82,7 +82,7 @@ def _success(run: RunRecord) -> str:
     return f"; success {', '.join(shown)}"
 
 
-def _notes(run: RunRecord) -> Iterator[str]:
+def _notes(run: Run) -> Iterator[str]:
     if not len(run.steps):
         yield "The run has logged no training step, so most rules have nothing to judge."
     if not run.settings:

@@ -12,20 +12,14 @@ from dataclasses import dataclass, replace
 
 from gspo_env.config import Config
 from gspo_env.errors import above
-from gspo_env.health.collapse import (
-    EvalSnapshot,
-    describe_fall,
-    may_be_chance,
-    return_fall,
-    stays_lower,
-    success_fall,
-)
+from gspo_env.health.collapse import describe_fall, may_be_chance, stays_lower
 from gspo_env.health.findings import Finding
-from gspo_env.health.record import SIGNIFICANT, History, RunRecord
+from gspo_env.runs.evaluations import EvalSnapshot, return_fall, success_fall
+from gspo_env.runs.run import SIGNIFICANT, History, Run
 
 Explanation = tuple[str, str]
 """What is wrong, and what to try."""
-Check = Callable[[RunRecord, float], Explanation | None]
+Check = Callable[[Run, float], Explanation | None]
 
 IMITATE = (
     "Let the model imitate first: --recipe imitate takes the environment's expert_action if it has "
@@ -59,11 +53,11 @@ class Rule:
         """The name of the rule."""
         return self.check.__name__
 
-    def judges(self, run: RunRecord) -> bool:
+    def judges(self, run: Run) -> bool:
         """Returns whether the run has the metrics that the rule needs."""
         return all(name in run.series for name in self.needs)
 
-    def find(self, run: RunRecord, limit: float) -> Finding | None:
+    def find(self, run: Run, limit: float) -> Finding | None:
         """Returns what is wrong; None if nothing is, or the rule cannot judge."""
         explanation = self.check(run, limit) if self.judges(run) else None
         if explanation is None:
@@ -73,7 +67,7 @@ class Rule:
 
 def find_in_first_steps(config: Config, history: History) -> Finding | None:
     """Applies the rules for the first steps to the metrics of a run in progress."""
-    run = RunRecord.in_progress(config, history)
+    run = Run.in_progress(config, history)
     run = replace(run, window=len(run.steps))
     for each in RULES:
         if each.at_start is not None and (finding := each.find(run, each.at_start)):
@@ -103,7 +97,7 @@ def rule(
 
 
 @rule()
-def failed(run: RunRecord, limit: float) -> Explanation | None:
+def failed(run: Run, limit: float) -> Explanation | None:
     """An error ended the run."""
     if not run.failure:
         return None
@@ -115,7 +109,7 @@ def failed(run: RunRecord, limit: float) -> Explanation | None:
 
 
 @rule(limit=0.05, needs=("rollout/lost_episodes",), explains=("no_progress", "slow"))
-def environment(run: RunRecord, limit: float) -> Explanation | None:
+def environment(run: Run, limit: float) -> Explanation | None:
     """Episodes are lost because their environment fails; of groups of 8, every third loses one."""
     lost = (run.late("rollout/lost_episodes") or 0.0) / run.episodes_per_step
     if lost < limit:
@@ -130,7 +124,7 @@ def environment(run: RunRecord, limit: float) -> Explanation | None:
 
 
 @rule(limit=0.1, explains=("slow",))
-def workers(run: RunRecord, limit: float) -> Explanation | None:
+def workers(run: Run, limit: float) -> Explanation | None:
     """Workers or servers die: more than one restart in ten steps, or one that is lost for good."""
     deaths = []
     for kind in ("worker", "server"):
@@ -152,7 +146,7 @@ def workers(run: RunRecord, limit: float) -> Explanation | None:
     needs=("train/logprob_diff_mean",),
     explains=("stale", "clipped", "collapse", "no_variance", "no_progress"),
 )
-def engine(run: RunRecord, limit: float) -> Explanation | None:
+def engine(run: Run, limit: float) -> Explanation | None:
     """Engine and trainer disagree about the log-probabilities of the same tokens.
 
     The bound is that of the check after each update. Tokens that older weights sampled differ for
@@ -177,7 +171,7 @@ def engine(run: RunRecord, limit: float) -> Explanation | None:
     needs=("rollout/staleness_mean",),
     explains=("clipped", "collapse", "no_variance", "few_advantages", "no_progress"),
 )
-def stale(run: RunRecord, limit: float) -> Explanation | None:
+def stale(run: Run, limit: float) -> Explanation | None:
     """Episodes are so old that their ratios start outside the clip range.
 
     The default run has none there, a small run that plays one update ahead a third.
@@ -208,7 +202,7 @@ def stale(run: RunRecord, limit: float) -> Explanation | None:
         "no_progress",
     ),
 )
-def collapse(run: RunRecord, limit: float) -> Explanation | None:
+def collapse(run: Run, limit: float) -> Explanation | None:
     """Success or return is much lower than it was, and the return has not risen.
 
     A return that has risen by so many standard errors is a matter of the rule `hacking`. Smaller
@@ -230,12 +224,12 @@ def collapse(run: RunRecord, limit: float) -> Explanation | None:
     )
 
 
-def _fixed_tasks(run: RunRecord) -> bool:
+def _fixed_tasks(run: Run) -> bool:
     """Returns whether training tasks stay equally hard, as without a curriculum."""
     return run.text("curriculum.name") in ("", "none")
 
 
-def _tenths(run: RunRecord) -> Sequence[EvalSnapshot]:
+def _tenths(run: Run) -> Sequence[EvalSnapshot]:
     """Returns how good the policy was in each tenth of the training."""
     size = max(3, math.ceil(len(run.steps) / 10))
     starts = range(0, len(run.steps) - size + 1, size)
@@ -249,7 +243,7 @@ def _tenths(run: RunRecord) -> Sequence[EvalSnapshot]:
     needs=("rollout/tokens", "rollout/turns"),
     explains=("truncated", "hacking", "no_variance", "no_progress"),
 )
-def lengths(run: RunRecord, limit: float) -> Explanation | None:
+def lengths(run: Run, limit: float) -> Explanation | None:
     """Turns have so many times the tokens of the first step, and success has not risen.
 
     They must also come near rollout.max_turn_tokens; in the default run, lengths stay within a
@@ -295,7 +289,7 @@ failures whatever the policy did. Timeouts depend on the machine, so few are alr
     explains=("tool_calls", "hacking", "no_variance", "gradient", "no_progress"),
     at_start=math.inf,
 )
-def truncated(run: RunRecord, limit: float) -> Explanation | None:
+def truncated(run: Run, limit: float) -> Explanation | None:
     """Episodes end at a limit of the rollout, or have no turn at all.
 
     The limit scales the shares of `_LIMITS`.
@@ -321,7 +315,7 @@ def truncated(run: RunRecord, limit: float) -> Explanation | None:
     )
 
 
-def _flag(run: RunRecord, reason: str) -> str:
+def _flag(run: Run, reason: str) -> str:
     """Names the flag of a limit, with its value."""
     name = {"timeout": "episode_timeout"}.get(reason, reason)
     return setting(run, f"rollout.{name}")
@@ -332,7 +326,7 @@ def _flag(run: RunRecord, reason: str) -> str:
     needs=("rollout/malformed_calls", "rollout/turns"),
     explains=("hacking", "no_variance", "no_progress"),
 )
-def tool_calls(run: RunRecord, limit: float) -> Explanation | None:
+def tool_calls(run: Run, limit: float) -> Explanation | None:
     """Tool calls cannot be parsed: a tenth of the turns does nothing."""
     turns = run.late("rollout/turns")
     rate = (run.late("rollout/malformed_calls") or 0.0) / turns if turns else 0.0
@@ -347,7 +341,7 @@ def tool_calls(run: RunRecord, limit: float) -> Explanation | None:
 
 
 @rule(limit=0.5, explains=("no_progress",))
-def judge(run: RunRecord, limit: float) -> Explanation | None:
+def judge(run: Run, limit: float) -> Explanation | None:
     """The noise of a judge is this share of the variance of its scores in a group, or more."""
     prefix = "rollout/reward/"
     names = [name.removesuffix("_noise") for name in run.series if name.endswith("_noise")]
@@ -366,7 +360,7 @@ def judge(run: RunRecord, limit: float) -> Explanation | None:
 
 
 @rule(limit=3.5, needs=("rollout/success",), explains=("worse", "no_variance", "no_progress"))
-def hacking(run: RunRecord, limit: float) -> Explanation | None:
+def hacking(run: Run, limit: float) -> Explanation | None:
     """The return rises while success falls, both by so many standard errors."""
     for first, last in run.pairs:
         if success_fall(first, last) >= limit and return_fall(last, first) >= limit:
@@ -382,7 +376,7 @@ def hacking(run: RunRecord, limit: float) -> Explanation | None:
 
 
 @rule(limit=2.0, needs=("eval/success",))
-def worse(run: RunRecord, limit: float) -> Explanation | None:
+def worse(run: Run, limit: float) -> Explanation | None:
     """The last evaluation has at most half of the best success, by so many standard errors.
 
     With few episodes that may be chance; `collapse` is more certain.
@@ -407,7 +401,7 @@ def worse(run: RunRecord, limit: float) -> Explanation | None:
     needs=("train/clipped_fraction",),
     explains=("no_variance", "no_progress"),
 )
-def clipped(run: RunRecord, limit: float) -> Explanation | None:
+def clipped(run: Run, limit: float) -> Explanation | None:
     """Most tokens have no policy gradient because their ratio is clipped.
 
     Of the tokens after the first minibatch of a step, whose ratios are 1. Runs that learn clip a
@@ -435,7 +429,7 @@ def clipped(run: RunRecord, limit: float) -> Explanation | None:
     explains=("few_advantages", "no_progress"),
     at_start=1.0,
 )
-def no_variance(run: RunRecord, limit: float) -> Explanation | None:
+def no_variance(run: Run, limit: float) -> Explanation | None:
     """The episodes of most groups have equal rewards, so nothing is learned from them."""
     flat = run.late("rollout/zero_variance_groups") or 0.0
     if flat < limit or (run.solved and run.improved):
@@ -466,7 +460,7 @@ def no_variance(run: RunRecord, limit: float) -> Explanation | None:
 
 
 @rule(limit=0.05, needs=("train/advantage_share_min", "rollout/success"), explains=("no_progress",))
-def few_advantages(run: RunRecord, limit: float) -> Explanation | None:
+def few_advantages(run: Run, limit: float) -> Explanation | None:
     """Next to no episode of a minibatch has an advantage, and the task is not solved.
 
     Adam divides a gradient by its own size, so such a step is as long as any other.
@@ -489,7 +483,7 @@ def few_advantages(run: RunRecord, limit: float) -> Explanation | None:
     explains=("no_progress",),
     at_start=1.0,
 )
-def gradient(run: RunRecord, limit: float) -> Explanation | None:
+def gradient(run: Run, limit: float) -> Explanation | None:
     """Updates are skipped because a number is not finite, or their gradient is 0.
 
     float16 skips some steps while it finds its loss scale, so there only the last steps count.
@@ -523,7 +517,7 @@ def gradient(run: RunRecord, limit: float) -> Explanation | None:
 
 
 @rule(limit=0.3, needs=("eval/success", "rollout/success"))
-def overfit(run: RunRecord, limit: float) -> Explanation | None:
+def overfit(run: Run, limit: float) -> Explanation | None:
     """Success on held-out tasks is far below that in training."""
     trained = run.late("rollout/success_played") or run.late("rollout/success") or 0.0
     held_out = run.evaluations[-1].success
@@ -538,7 +532,7 @@ def overfit(run: RunRecord, limit: float) -> Explanation | None:
 
 
 @rule(limit=10, needs=("rollout/success",))
-def no_progress(run: RunRecord, limit: float) -> Explanation | None:
+def no_progress(run: Run, limit: float) -> Explanation | None:
     """Neither success nor return has risen in so many steps."""
     pair = next(run.pairs, None)
     if len(run.steps) < limit or run.improved or run.solved or pair is None:
@@ -558,7 +552,7 @@ def no_progress(run: RunRecord, limit: float) -> Explanation | None:
 
 
 @rule(limit=0.6, needs=("time/learner_idle", "time/rollout_idle"))
-def slow(run: RunRecord, limit: float) -> Explanation | None:
+def slow(run: Run, limit: float) -> Explanation | None:
     """The learner waits most of the time.
 
     For a few slow episodes, if as many of the slots for episodes are empty meanwhile; or for all of
@@ -581,8 +575,8 @@ def slow(run: RunRecord, limit: float) -> Explanation | None:
     )
 
 
-def when(run: RunRecord) -> str:
-    """Names the steps that `RunRecord.late` covers."""
+def when(run: Run) -> str:
+    """Names the steps that `Run.late` covers."""
     count = len(run.steps)
     if run.window >= count:
         return f"in the first {count} steps" if count > 1 else "in the first step"
@@ -600,7 +594,7 @@ def share(value: float) -> str:
     return f"{value:.1%}" if 0 < value < 0.1 or 0.9 < value < 1 else f"{value:.0%}"
 
 
-def setting(run: RunRecord, name: str) -> str:
+def setting(run: Run, name: str) -> str:
     """Names the flag of a setting, with its value."""
     value = run.number(name)
     return f"--{name.replace('_', '-')}" + ("" if value is None else f", now {value:g}")

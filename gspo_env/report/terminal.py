@@ -11,13 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from gspo_env.compare.stats import success_interval
 from gspo_env.config import Config
 from gspo_env.env.registration import format_env
-from gspo_env.health.collapse import EvalSnapshot, may_be_chance
-from gspo_env.health.record import History
+from gspo_env.health.collapse import may_be_chance
 from gspo_env.redaction import redact
 from gspo_env.registry import name_of
+from gspo_env.runs.evaluations import EvalSnapshot, success_interval
+from gspo_env.runs.run import History
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import parts
 from gspo_env.training.split import Split

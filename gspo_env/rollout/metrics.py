@@ -134,6 +134,15 @@ class Evaluation:
         """Episodes whose environment failed in every attempt."""
         return _lost([*self.groups, *self.greedy_groups])
 
+    @property
+    def tasks(self) -> int:
+        """The number of different tasks that were played: of keys, or of seeds without a key."""
+        keys = {
+            (e.task.env_id, e.task.seed if e.reset.task_key is None else e.reset.task_key)
+            for e in _played(self.groups)
+        }
+        return len(keys)
+
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name."""
         greedy = by_environment(self.greedy_groups).items()
@@ -141,6 +150,7 @@ class Evaluation:
             **self.sampled.metrics("eval"),
             **_fault_metrics([*self.groups, *self.greedy_groups], "eval"),
             "eval/success_greedy": self.greedy.success,
+            "eval/tasks": float(self.tasks),
             "time/eval": self.seconds,
             **{f"eval/{name}/success_greedy": stats.success for name, stats in greedy},
             **_environment_metrics(self.groups, "eval"),

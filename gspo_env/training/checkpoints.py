@@ -33,6 +33,7 @@ from gspo_env.config import CheckpointConfig
 from gspo_env.errors import OutputError
 from gspo_env.files import read_file, regular_file
 from gspo_env.redaction import write_text
+from gspo_env.runs.run import FAILURE
 from gspo_env.training.interrupt import Interrupt
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 START = "start"
 """The folder of the model before training."""
-FAILURE = "failure.txt"
-"""The file in the run's folder with the error that ended the run; a resumed run deletes it."""
 _FORMAT = 2
 """Number of the contents that a checkpoint has; another one is of another version."""
 _MAX_MANIFEST, _MAX_STATE = 1 << 20, 1 << 28

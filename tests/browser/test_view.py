@@ -4,8 +4,8 @@ import pytest
 from support.turns import episode, turn
 
 from gspo_env.episodes import read_episodes
-from gspo_env.episodes.page import write_page
 from gspo_env.episodes.writer import to_table
+from gspo_env.runs import Run, write_page
 from gspo_env.types import Group, Message, Prompt, StepInfo, Task
 
 pytestmark = pytest.mark.browser
@@ -57,7 +57,7 @@ def test_the_page_of_a_run_opens_from_disk_filters_and_shows_an_episode(page, ru
 def test_the_page_opens_at_the_latest_group_whose_episodes_differ(page, tmp_path):
     for step, successes in enumerate(((True, True), (True, False, True), (False, False))):
         keep(tmp_path, step, *(episode(turn(), success=won) for won in successes))
-    start(page, write_page(tmp_path, tmp_path / "view.html").as_uri())
+    start(page, write_page(Run.open(tmp_path), tmp_path / "view.html").as_uri())
     page.wait_for_selector("tbody")
     marks = page.locator("thead .mark").all_inner_texts()
     assert marks[:3] == ["✓", "✗", "✓"]
@@ -72,7 +72,7 @@ def test_the_page_opens_at_the_latest_group_whose_episodes_differ(page, tmp_path
 
 def test_the_header_names_what_was_trained_and_all_of_the_time(page, run):
     (run / "summary.md").write_text("x\n\nDuration: 1:02:03.\n\n    gspo-env train --steps 2\n")
-    start(page, f"{write_page(run, run / 'header.html').as_uri()}#summary")
+    start(page, f"{write_page(Run.open(run), run / 'header.html').as_uri()}#summary")
     header = page.locator(".about").inner_text().replace("\n", " ")
     for words in (
         *("gspo/Lookup-v0", "tiny", "2 steps of 3 tasks with 3 episodes each, learning"),
@@ -107,7 +107,7 @@ def test_a_token_shows_its_exact_id_and_values(page, run):
 def test_tokens_show_the_weights_that_sampled_them(page, tmp_path):
     of_two = turn(action_ids=(3, 4, 5), logprobs=(-1.0,) * 3, weights_versions=((4, 2), (5, 1)))
     keep(tmp_path, 5, episode(of_two), episode(turn(weights_version=4)))
-    address = write_page(tmp_path, tmp_path / "view.html").as_uri()
+    address = write_page(Run.open(tmp_path), tmp_path / "view.html").as_uri()
     start(page, f"{address}#tokens=train-5-0-0")
     page.click("label:has-text('weights')")
     assert "Weights of steps 4 to 5." in page.locator(".note").inner_text()
@@ -142,7 +142,7 @@ def test_hostile_text_is_shown_as_text(page, tmp_path):
     (tmp_path / "config.toml").write_text(HOSTILE)
     (tmp_path / "warnings.txt").write_text(HOSTILE)
     (tmp_path / "episodes" / "tokens.json").write_text(f'{{"3": "{"<b>bold</b>"}"}}')
-    start(page, write_page(tmp_path, tmp_path / "view.html").as_uri())
+    start(page, write_page(Run.open(tmp_path), tmp_path / "view.html").as_uri())
     page.goto(f"{(tmp_path / 'view.html').as_uri()}#conversation=train-1-0-0")
     page.wait_for_selector("article")
     page.click("text=Unfold all")
@@ -157,7 +157,10 @@ def test_hostile_text_is_shown_as_text(page, tmp_path):
 def test_shared_and_forked_sequences_are_shown_as_such(page, tmp_path):
     parents = (None, 0, 0, None)
     keep(tmp_path, 1, episode(*(turn(parent=parent) for parent in parents)))
-    start(page, f"{write_page(tmp_path, tmp_path / 'v.html').as_uri()}#conversation=train-1-0-0")
+    start(
+        page,
+        f"{write_page(Run.open(tmp_path), tmp_path / 'v.html').as_uri()}#conversation=train-1-0-0",
+    )
     page.wait_for_selector("article")
     forks = page.locator(".fork").all_inner_texts()
     assert forks == ["Continues turn 1: the sequence forks.", "A new token sequence begins here."]

@@ -105,7 +105,7 @@ ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
         ("play --seed -1", "seed is -1"),
         *((["sync", *folder], "a run that was tracked") for folder in ([], ["nowhere"], ["."])),
         *((["view", *more, "--no-browser"], "") for more in ([], ["nowhere"], [".", "--mb", "0"])),
-        *((["report", *more, "--no-browser"], "") for more in ([], [""], ["none"])),
+        ("report runs/a", "`gspo-env view RUN` shows one run, MLflow compares many"),
         ("serve ./none --host example.org", "there is no key"),
         ("serve ./none --port 70000", "port is 70000"),
         ("serve ./none --temperature -1", "temperature is -1"),

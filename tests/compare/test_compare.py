@@ -23,6 +23,7 @@ from gspo_env.compare.runner import mixed_scores
 from gspo_env.config import from_dict, to_toml
 from gspo_env.errors import ConfigError, ModelError, OutputError, UnknownEnvironmentError
 from gspo_env.report.comparison import METHODS, conclusion, limits, summarise, table, write_report
+from gspo_env.runs.evaluations import success_interval
 from gspo_env.tracking.base import NoTracker
 from gspo_env.tracking.mlflow import MLflow
 from studies.coverage import DISTRIBUTIONS, coverage
@@ -572,24 +573,24 @@ def wilson(successes, trials):
 
 
 def test_an_interval_is_wilsons_for_one_sample_a_task_and_for_the_same_rate_everywhere():
-    assert stats.success_interval([[1]] * 7 + [[0]] * 3) == pytest.approx(wilson(7, 10))
-    assert stats.success_interval([[1, 1]] * 10) == pytest.approx(wilson(10, 10))
-    assert stats.success_interval([[1, 0, 0, 0]]) == pytest.approx(wilson(1, 4))
+    assert success_interval([[1]] * 7 + [[0]] * 3) == pytest.approx(wilson(7, 10))
+    assert success_interval([[1, 1]] * 10) == pytest.approx(wilson(10, 10))
+    assert success_interval([[1, 0, 0, 0]]) == pytest.approx(wilson(1, 4))
 
 
 def test_more_episodes_of_the_same_tasks_do_not_narrow_an_interval():
     few = [[1] * 16] * 3 + [[0] * 16] * 4  # 7 tasks in 112 episodes
-    low, high = stats.success_interval(few)
+    low, high = success_interval(few)
     assert high - low > 2 * (wilson(48, 112)[1] - wilson(48, 112)[0])
-    assert (low, high) == stats.success_interval(few)
+    assert (low, high) == success_interval(few)
     # tasks are known to be fewer than the rows, but not which rows are of one task
-    unknown = stats.success_interval([[1]] * 48 + [[0]] * 64, tasks=7)
+    unknown = success_interval([[1]] * 48 + [[0]] * 64, tasks=7)
     assert unknown == pytest.approx(wilson(3, 7))
 
 
 def test_an_interval_of_tasks_with_different_numbers_of_samples_is_around_the_rate():
     rows = [[1] * 9] * 30 + [[0]] * 30
-    low, high = stats.success_interval(rows)
+    low, high = success_interval(rows)
     assert 0.6 < low < 270 / 300 < high < 1.0  # the mean of the tasks' rates is 0.5
 
 
@@ -606,9 +607,9 @@ def test_impossible_counts_are_named():
     with pytest.raises(ConfigError, match="k is 6"):
         stats.pass_hat_k(5, 1, 6)
     with pytest.raises(ConfigError, match="empty row"):
-        stats.success_interval([[1], []])
+        success_interval([[1], []])
     with pytest.raises(ConfigError, match="0 or 1"):
-        stats.success_interval([[0.5]])
+        success_interval([[0.5]])
 
 
 def test_power_is_that_of_the_noncentral_t():

@@ -10,7 +10,7 @@ from gspo_env.cli.main import main
 from gspo_env.config import Config, override, to_toml
 from gspo_env.health.diagnose import diagnose, lines
 from gspo_env.health.rules import RULES
-from gspo_env.report.run_record import read_run
+from gspo_env.runs import Run
 from gspo_env.training.checkpoints import Checkpoints
 from stress import faults
 
@@ -59,11 +59,11 @@ def write(folder, changes=None, *, steps=20, settings=None):
 
 
 def findings(folder):
-    return [finding.name for finding in diagnose(read_run(folder)).findings]
+    return [finding.name for finding in diagnose(Run.open(folder)).findings]
 
 
 def test_nothing_is_found_in_a_run_that_learns(tmp_path):
-    diagnosis = diagnose(read_run(write(tmp_path)))
+    diagnosis = diagnose(Run.open(write(tmp_path)))
     assert diagnosis.findings == ()
     assert diagnosis.not_judged == ()
     assert f"Nothing wrong was found by {len(RULES)} rules." in lines(diagnosis)
@@ -177,7 +177,7 @@ def test_every_advice_names_settings_that_exist(tmp_path):
 
     flags = set()
     for n, (_, bad, _) in enumerate(CASES):
-        for finding in diagnose(read_run(write(tmp_path / str(n), bad))).findings:
+        for finding in diagnose(Run.open(write(tmp_path / str(n), bad))).findings:
             flags |= set(re.findall(r"--([a-z][\w.-]+)", finding.advice))
     flags -= {"check", "resume"}  # of gspo-env envs and train
     owners = {"aggregation": "loss", "correction": "loss", "gamma": "advantage"}
@@ -230,7 +230,7 @@ def test_a_run_of_few_steps_is_judged_without_an_error(tmp_path, steps):
     folder = write(tmp_path, STUCK)
     rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(rows[: steps + 1]))
-    diagnosis = diagnose(read_run(folder))
+    diagnosis = diagnose(Run.open(folder))
     assert [finding.name for finding in diagnosis.findings] == []
     assert f"{steps} of 20 steps, stopped early or still running" in lines(diagnosis)[0]
 
@@ -244,7 +244,7 @@ def test_a_killed_run_with_half_a_line_damage_and_numbers_that_are_none_is_read(
         file.write(b'{"step": 99999999999999999999, "metrics": {"rollout/return": 1}}\n')
         file.write(b'{"step": 23, "metrics": {"rollout/re')
     (folder / "config.toml").write_text("steps = = 3")
-    diagnosis = diagnose(read_run(folder))
+    diagnosis = diagnose(Run.open(folder))
     assert diagnosis.findings == ()
     assert "settings are unknown" in " ".join(diagnosis.notes)
 
@@ -253,7 +253,7 @@ def test_a_run_of_an_older_version_says_what_cannot_be_judged(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "time": 0, "metrics": {"train/return": 0.5, "loss": 1.0}}\n'
     )
-    diagnosis = diagnose(read_run(tmp_path))
+    diagnosis = diagnose(Run.open(tmp_path))
     assert diagnosis.findings == ()
     judged = {rule.name for rule in RULES} - set(diagnosis.not_judged)
     assert judged == {"failed", "judge", "workers"}  # no need of a metric that all runs have
@@ -333,7 +333,7 @@ def test_the_error_that_ended_a_run_is_kept_until_it_goes_on(tmp_path):
     ):
         raise ValueError("the key sk-" + "a" * 40 + " is \ud800 wrong")
     assert "sk-aaaa" not in (folder / "failure.txt").read_text()
-    run = read_run(folder)
+    run = Run.open(folder)
     assert findings(folder) == ["failed"]
     assert "An error ended the run after step 20: ValueError: the key [redacted] is" in (
         diagnose(run).findings[0].text

@@ -14,9 +14,10 @@ from support.cli_errors import refused
 from support.turns import episode, turn
 
 from gspo_env.cli.main import main
-from gspo_env.episodes.page import make_index, read_parts, read_points, write_page
 from gspo_env.episodes.writer import to_table
 from gspo_env.redaction import _LOOKS, MARK, redact_text
+from gspo_env.runs import Run, write_page
+from gspo_env.runs.page import make_index, read_parts
 from gspo_env.types import Group, Task
 
 HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
@@ -57,7 +58,7 @@ def data_of(page):
 
 def test_no_text_of_a_policy_or_an_environment_is_part_of_the_html(tmp_path):
     run = write_run(tmp_path / "run", text=HOSTILE)
-    page = write_page(run, tmp_path / "page.html").read_text()
+    page = write_page(Run.open(run), tmp_path / "page.html").read_text()
     data = data_of(page)
     assert HOSTILE in json.dumps(data["000000-train.0"]).replace('\\"', '"')
     for part in ("alert(", "onerror", 'img src="x'):
@@ -67,7 +68,7 @@ def test_no_text_of_a_policy_or_an_environment_is_part_of_the_html(tmp_path):
 
 
 def test_the_page_runs_only_its_own_script_and_loads_nothing(tmp_path):
-    page = write_page(write_run(tmp_path / "run"), tmp_path / "page.html").read_text()
+    page = write_page(Run.open(write_run(tmp_path / "run")), tmp_path / "page.html").read_text()
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
@@ -82,7 +83,7 @@ def test_the_page_runs_only_its_own_script_and_loads_nothing(tmp_path):
 
 def test_the_index_has_a_value_of_each_column_for_each_episode(tmp_path):
     run = write_run(tmp_path / "run", steps=2, group=70)
-    data = data_of(write_page(run, tmp_path / "page.html").read_text())
+    data = data_of(write_page(Run.open(run), tmp_path / "page.html").read_text())
     index = data["index"]
     assert isinstance(index, dict)
     assert {len(values) for values in index["episodes"].values()} == {140}
@@ -95,7 +96,7 @@ def test_the_index_has_a_value_of_each_column_for_each_episode(tmp_path):
 
 def test_a_page_that_would_be_too_large_leaves_out_steps_in_between(tmp_path):
     run = write_run(tmp_path / "run", steps=9, text="x")
-    index = json.loads(make_index(run, read_parts(run, 1)))
+    index = json.loads(make_index(Run.open(run), read_parts(run, 1)))
     assert sorted({*index["episodes"]["step"]}) == [0, 8]
     assert index["left_out"] == 7
 
@@ -108,7 +109,9 @@ def test_a_metric_of_a_step_that_was_run_twice_has_its_last_value(tmp_path, capl
     ]
     text = "\n".join(["{broken", *map(json.dumps, lines), '{"step": 9, "metr'])
     (tmp_path / "metrics.jsonl").write_text(text)
-    assert read_points(tmp_path) == {"a": [[1, 2], [3.0, 2.0]], "b": [[1], [4.0]]}
+    series = Run.open(tmp_path).series
+    points = {name: [*zip(s.steps.tolist(), s.values.tolist())] for name, s in series.items()}
+    assert points == {"a": [(1, 3.0), (2, 2.0)], "b": [(1, 4.0)]}
     assert "a line of metrics.jsonl is damaged" in caplog.text
 
 
@@ -121,7 +124,7 @@ def test_a_file_whose_episodes_have_other_ids_and_a_nested_line_are_left_out(tmp
     pq.write_table(table.set_column(place, "episode", strange), path)
     with (run / "metrics.jsonl").open("a") as file:
         file.write("[" * 100_000 + "\n")
-    page = write_page(run, tmp_path / "view.html")
+    page = write_page(Run.open(run), tmp_path / "view.html")
     assert "train" in page.read_text()
     assert "'\\x1b[31mstrange' is no id of an episode" in caplog.text
     assert "a line of metrics.jsonl is damaged" in caplog.text
@@ -131,10 +134,8 @@ def test_a_run_in_which_nothing_can_be_written_says_which_option_names_another_p
     tmp_path, capsys
 ):
     run = write_run(tmp_path / "run", steps=1)
-    for name in ("view.html", "report/report.html"):
-        (run / name).mkdir(parents=True)  # stands for a disk that is read-only
-    for command in ("view", "report"):
-        assert "written, named with --out" in refused(capsys, command, str(run), "--no-browser")
+    (run / "view.html").mkdir()  # stands for a disk that is read-only
+    assert "written, named with --out" in refused(capsys, "view", str(run), "--no-browser")
     main(["view", str(run), "--no-browser", "--out", str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").is_file()
 

@@ -1,8 +1,19 @@
-"""What a run has recorded: its settings, its metrics and how it ended, as the rules read it."""
+"""A run: what its folder, or a run in progress, has recorded.
+
+The run in a folder may be finished, killed, still running, or of an older version, and the folder
+may be a stranger's: nothing in it is executed, and what is missing or damaged is left out.
+
+Example:
+    run = Run.open("runs/Lookup-v0-seed0-1")
+    print(run.state, run.series["eval/success"].values)
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +22,27 @@ from typing import Any, Self
 import numpy as np
 
 from gspo_env.config import Config, to_dict
-from gspo_env.health.collapse import EvalSnapshot, return_fall, success_fall
-from gspo_env.tracking.base import flatten
+from gspo_env.errors import OutputError
+from gspo_env.files import check_folder, parse_toml, read_file
+from gspo_env.redaction import redact_text
+from gspo_env.runs.evaluations import EvalSnapshot, return_fall, success_fall, wilson_interval
+from gspo_env.tracking.base import MODEL, flatten
+from gspo_env.tracking.jsonl import METRICS
 from gspo_env.types import FloatArray, IntArray
 
+logger = logging.getLogger(__name__)
+
+CONFIG, WARNINGS = "config.toml", "warnings.txt"
+"""Names of files in the folder of a run."""
+FAILURE = "failure.txt"
+"""The error that ended the run; a resumed run deletes it."""
+ENVIRONMENT_ERROR = "first-environment-error.txt"
+_MAX_BYTES = 1 << 20
+"""Bytes of a text file that are read."""
+_MAX_METRICS = 1 << 28
+"""Bytes of a file of metrics that is read."""
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What a line raises that is no record of metrics."""
 _SOLVED = 0.9
 """Success from which a run counts as solved: groups without variance are its end then."""
 SIGNIFICANT = 2.0
@@ -25,6 +53,8 @@ _FEWEST = 3
 """Steps that both have at least, so that one step of chance does not decide."""
 _EVAL_TASKS = 256
 """Tasks of an evaluation, if the config of the run cannot be read."""
+_Z = 1.96
+"""Standard errors of a 95 % interval."""
 _MAX_STEP = 1 << 53
 """Every step below is exact as a float; only a damaged file has a higher one."""
 _MAX_VALUE = 1e100
@@ -47,7 +77,7 @@ class Series:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunRecord:
+class Run:
     """What a run has recorded; of a run in progress, what it has recorded so far."""
 
     settings: Mapping[str, Any]
@@ -76,8 +106,34 @@ class RunRecord:
     """Whether the folder has a trained model, as after the last step."""
 
     @classmethod
+    def open(cls, folder: str | Path) -> Self:
+        """Reads the folder of a run.
+
+        Raises:
+            OutputError: It is not the folder of a run.
+        """
+        path = Path(folder)
+        if not (path / METRICS).is_file():
+            raise OutputError(f"{str(folder)!r} has no {METRICS}; expected the folder of a run")
+        check_folder(path)
+        config = read_text(path / CONFIG)
+        settings = _settings(config)
+        return cls.of(
+            settings,
+            _read_points(path),
+            folder=path,
+            name=path.resolve().name,
+            config=config,
+            dtype=_trained_dtype(path, settings),
+            warnings=tuple(line for line in read_text(path / WARNINGS).splitlines() if line),
+            failure=read_text(path / FAILURE).strip(),
+            environment_error=read_text(path / ENVIRONMENT_ERROR).strip(),
+            finished=(path / MODEL).is_dir(),
+        )
+
+    @classmethod
     def of(cls, settings: Mapping[str, Any], points: Points, **fields: Any) -> Self:
-        """Makes a record of metrics; values that are not finite are left out."""
+        """Makes a run of metrics; values that are not finite are left out."""
         series = {name: s for name, pair in points.items() if len((s := _series(*pair)).steps)}
         trained = [each.steps for name, each in series.items() if name.startswith("rollout/")]
         steps = np.unique(np.concatenate(trained)) if trained else np.zeros(0, np.int64)
@@ -94,7 +150,7 @@ class RunRecord:
 
     @classmethod
     def in_progress(cls, config: Config, history: History) -> Self:
-        """Makes a record of the metrics that a run has logged so far."""
+        """Makes a run of the metrics that it has logged so far."""
         points: dict[str, tuple[list[float], list[float]]] = {}
         for step, metrics in sorted(history, key=lambda entry: entry[0]):
             for name, value in metrics.items():
@@ -129,6 +185,26 @@ class RunRecord:
     def highest(self, name: str) -> float:
         """Returns the highest value of a metric, 0 if it was not logged."""
         return float(self.series[name].values.max()) if name in self.series else 0.0
+
+    def interval(self, name: str) -> tuple[FloatArray, FloatArray] | None:
+        """Returns the 95 % intervals of a mean over the tasks of evaluations, else None.
+
+        Episodes of the same task count once, since they are not independent.
+        """
+        tasks, spread = self.series.get("eval/tasks"), self.series.get("eval/return_std")
+        curve = self.series[name]
+        if tasks is None or not np.array_equal(tasks.steps, curve.steps):
+            return None
+        if name in ("eval/success", "eval/success_greedy"):
+            bounds = [
+                wilson_interval(round(value * count), round(count))
+                for value, count in zip(curve.values.clip(0, 1), tasks.values.clip(1), strict=True)
+            ]
+            return np.array([low for low, _ in bounds]), np.array([high for _, high in bounds])
+        if name == "eval/return" and spread is not None:
+            half = _Z * spread.values / np.sqrt(tasks.values.clip(1))
+            return curve.values - half, curve.values + half
+        return None
 
     def mean(self, name: str, steps: IntArray) -> float | None:
         """Returns the mean of a metric over some steps; None if it was not logged there."""
@@ -227,3 +303,57 @@ def _evaluations(series: Mapping[str, Series], tasks: object) -> Iterator[EvalSn
     for step, metrics in sorted(rows.items()):
         if "eval/success" in metrics:
             yield EvalSnapshot.from_metrics(step, metrics, count)
+
+
+def _read_points(folder: Path) -> dict[str, tuple[list[int], list[float]]]:
+    """Reads steps and values of each metric; of a step that was run twice, the last.
+
+    The last line is left out if it has not been written to its end.
+    """
+    metrics: dict[str, dict[int, float]] = {}
+    try:
+        lines = read_file(folder, METRICS, _MAX_METRICS).split(b"\n")[:-1]
+    except OSError as error:
+        raise OutputError(f"cannot read {str(folder / METRICS)!r}: {error.strerror}") from error
+    for line in lines:
+        try:
+            record = json.loads(line)
+            step = int(record["step"])
+            values = {str(name): float(value) for name, value in record["metrics"].items()}
+        except _DAMAGED as error:
+            logger.warning("a line of %s is damaged and left out: %s", METRICS, error)
+            continue
+        for name, value in values.items():
+            metrics.setdefault(name, {})[step] = value
+    sorted_points = {name: dict(sorted(points.items())) for name, points in metrics.items()}
+    return {name: (list(points), list(points.values())) for name, points in sorted_points.items()}
+
+
+def _settings(text: str) -> dict[str, Any]:
+    try:
+        return flatten(parse_toml(text))
+    except (ValueError, RecursionError):
+        return {}
+
+
+def read_text(path: Path) -> str:
+    """Reads the beginning of a text, without secrets; empty if there is none."""
+    if not path.is_file():  # a pipe or a device may never end
+        return ""
+    try:
+        with path.open("rb") as file:
+            return redact_text(file.read(_MAX_BYTES).decode(errors="replace"))
+    except OSError:
+        return ""
+
+
+def _trained_dtype(folder: Path, settings: dict[str, Any]) -> str:
+    """Returns the dtype of the weights as the settings or a saved model name it, else nothing."""
+    dtype = str(settings.get("model_dtype", ""))
+    if dtype not in ("", "auto"):
+        return dtype
+    for model in (folder / MODEL, *sorted(folder.glob("checkpoints/*/model"))):
+        text = read_text(model / "config.json")
+        if match := re.search(r'"(?:torch_)?dtype"\s*:\s*"(\w+)"', text):
+            return match[1]
+    return ""

@@ -26,25 +26,17 @@ import numpy as np
 
 from gspo_env.episodes.schema import EpisodeFile, _starts, episode_files, read_table, read_tokens
 from gspo_env.episodes.writer import surplus
-from gspo_env.errors import OutputError
-from gspo_env.files import check_folder, read_file, write_file
-from gspo_env.redaction import redact_text
+from gspo_env.files import write_file
+from gspo_env.runs.run import Run, read_text
 from gspo_env.tracking.base import SUMMARY
-from gspo_env.tracking.jsonl import METRICS
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 logger = logging.getLogger(__name__)
 
-MAX_METRICS = 1 << 28
-"""Bytes of a file of metrics that is read."""
 _MAX_PART = 1 << 29
 """Bytes of the episodes of a file before they are deflated for the page."""
-_MAX_TEXT = 1 << 20
-"""Bytes of a text that the page shows."""
-_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What a line raises that is no record of metrics."""
 _BLOCK = 32
 """Episodes of a block."""
 _COLUMNS = (
@@ -163,7 +155,7 @@ def read_parts(run: Path, max_bytes: int) -> list[Part]:
     return [part for file, part in by_size.items() if file not in removed]
 
 
-def make_index(run: Path, parts: Sequence[Part]) -> bytes:
+def make_index(run: Run, parts: Sequence[Part]) -> bytes:
     """Returns what the page reads first, as JSON."""
     texts: dict[str, dict[Any, int]] = {name: {} for name in _TEXTS}
     columns: dict[str, list[Any]] = {name: [] for name in (*_COLUMNS, *_ADDED)}
@@ -179,79 +171,46 @@ def make_index(run: Path, parts: Sequence[Part]) -> bytes:
             blocks.append(f"{part.name}.{n}")
     tree = {
         "run": _facts(run),
-        "points": read_points(run),
+        "points": {
+            name: [series.steps.tolist(), series.values.tolist()]
+            for name, series in run.series.items()
+        },
         "texts": {name: list(numbers) for name, numbers in texts.items()},
         "blocks": blocks,
         "episodes": columns,
-        "tokens": read_tokens(run),
-        "left_out": len(episode_files(run)) - len(parts),
+        "tokens": read_tokens(run.folder),
+        "left_out": len(episode_files(run.folder)) - len(parts),
     }
     return json.dumps(tree, separators=(",", ":")).encode()
 
 
-def _facts(run: Path) -> dict[str, str]:
-    def text(name: str) -> str:
-        try:
-            content = read_file(run, name, _MAX_TEXT)
-        except OSError:
-            return ""
-        return redact_text(content.decode(errors="replace"))
-
+def _facts(run: Run) -> dict[str, str]:
     return {
-        "name": run.resolve().name,
-        "config": text("config.toml"),
-        "warnings": text("warnings.txt"),
-        "failure": text("first-environment-error.txt"),
-        "summary": text(SUMMARY),
+        "name": run.name,
+        "config": run.config,
+        "warnings": "\n".join(run.warnings),
+        "failure": run.environment_error,
+        "summary": read_text(run.folder / SUMMARY),
     }
 
 
-def read_points(run: Path) -> dict[str, list[list[float]]]:
-    """Returns the steps and the values of each metric; of a step that was run twice, the last.
-
-    The last line is left out if it has not been written to its end.
-    """
-    metrics: dict[str, dict[int, float]] = {}
-    for line in read_file(run, METRICS, MAX_METRICS).split(b"\n")[:-1]:
-        try:
-            record = json.loads(line)
-            step = int(record["step"])
-            values = {str(name): float(value) for name, value in record["metrics"].items()}
-        except _DAMAGED as error:
-            logger.warning("a line of %s is damaged and left out: %s", METRICS, error)
-            continue
-        for name, value in values.items():
-            metrics.setdefault(name, {})[step] = value
-    return {
-        name: [list(steps), list(steps.values())]
-        for name, points in metrics.items()
-        for steps in [dict(sorted(points.items()))]
-    }
-
-
-def write_page(run: str | Path, out: str | Path, *, most_mb: int = 64) -> Path:
+def write_page(run: Run, out: str | Path, *, most_mb: int = 64) -> Path:
     """Writes the page of a run as one file that loads nothing.
 
     Args:
-        run: Folder of the run.
+        run: The run.
         out: The file to write.
         most_mb: Megabytes that the episodes may take in it.
-
-    Raises:
-        OutputError: This is not the folder of a run.
     """
-    run, out = Path(run), Path(out)
-    if not (run / METRICS).is_file():
-        raise OutputError(f"{str(run)!r} has no {METRICS}; expected the folder of a run")
-    check_folder(run)
-    parts = read_parts(run, most_mb * 10**6)
+    out = Path(out)
+    parts = read_parts(run.folder, most_mb * 10**6)
     data = {"index": zlib.compress(make_index(run, parts), 6)}
     data |= {f"{part.name}.{n}": block for part in parts for n, block in enumerate(part.blocks)}
     elements = [
         f'<script type="text/plain" id="{name}">{base64.b64encode(block).decode()}</script>'
         for name, block in data.items()
     ]
-    template = (files("gspo_env.episodes") / "page.html").read_text(encoding="utf-8")
+    template = (files("gspo_env.runs") / "page.html").read_text(encoding="utf-8")
     page = template.replace("<!--DATA-->", "\n".join(elements), 1)
     write_file(out.parent, out.name, lambda path: path.write_text(page, encoding="utf-8"))
     return out
