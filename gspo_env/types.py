@@ -60,6 +60,9 @@ class StopReason(StrEnum):
     """The process of the environment ended."""
 
 
+ENDED = frozenset({StopReason.TERMINATED, StopReason.TRUNCATED})
+"""The reasons for which the environment itself ends an episode; every other reason cuts it."""
+
 FAILURES = frozenset(
     {StopReason.ERROR, StopReason.INVALID, StopReason.ENV_TIMEOUT, StopReason.CRASH}
 )
@@ -83,6 +86,47 @@ class Fault:
     """The file and the line that raised, or what was wrong; equal for failures of one cause."""
     traceback: str = ""
     """The traceback of an exception."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How an episode ended; `gspo_env.rollout.play.conclude` makes it.
+
+    Example:
+        >>> ending = Ending(reason=StopReason.MAX_TURNS, outcome=-1.0, success=False)
+        >>> ending.ended, ending.terminated, ending.truncated, ending.failed
+        (False, False, True, False)
+    """
+
+    reason: StopReason
+    """Why it ended."""
+    outcome: float | None = None
+    """The outcome that the environment gave or declares; None if the outcome is the sum of the
+    turns' rewards."""
+    success: bool | None = None
+    """Whether the episode succeeded; None if an outcome above 0 is a success."""
+    fault: Fault | None = None
+    """How the environment failed, if it did."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the environment itself ended the episode."""
+        return self.reason in ENDED
+
+    @property
+    def terminated(self) -> bool:
+        """Whether the environment reached a terminal state."""
+        return self.reason is StopReason.TERMINATED
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the episode was cut, by the environment or the rollout."""
+        return not self.terminated and not self.failed
+
+    @property
+    def failed(self) -> bool:
+        """Whether the environment failed: the episode is neither scored nor trained on."""
+        return self.reason in FAILURES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,30 +381,56 @@ class Episode:
     """What the policy read before the first observation."""
     turns: tuple[Turn, ...]
     """The turns in order of time."""
-    outcome: float
-    """The episodic reward; see `gspo_env.rollout.play.conclude`."""
-    stop_reason: StopReason
-    """Why it ended."""
-    terminated: bool
-    """Whether the environment reached a terminal state."""
-    truncated: bool
-    """Whether the episode was cut, by the environment or the rollout."""
-    error: str | None = None
-    """How the environment failed, if it did."""
-    faults: tuple[Fault, ...] = ()
-    """The failures of its environments: one for each attempt before this one, which were played
-    again, and the own one of an episode that failed."""
-    success: bool | None = None
-    """`success` of the last step, else `outcome > 0`; False if the rollout cut the episode."""
+    ending: Ending
+    """How it ended."""
+    retried: tuple[Fault, ...] = ()
+    """How the environment failed in earlier attempts, each of which was played again."""
     final_observation: str = ""
     """The observation after the last action."""
     reset: ResetInfo = field(default_factory=ResetInfo)
     """The `info` of `reset`."""
 
     @property
+    def outcome(self) -> float:
+        """The episodic reward: the environment's own, else the sum of the turns' rewards."""
+        if self.ending.outcome is not None:
+            return self.ending.outcome
+        return float(sum(turn.reward for turn in self.turns))
+
+    @property
+    def success(self) -> bool:
+        """`success` of the last step, else `outcome > 0`; False if the rollout cut the episode."""
+        return self.outcome > 0 if self.ending.success is None else self.ending.success
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why it ended."""
+        return self.ending.reason
+
+    @property
+    def terminated(self) -> bool:
+        """See `Ending.terminated`."""
+        return self.ending.terminated
+
+    @property
+    def truncated(self) -> bool:
+        """See `Ending.truncated`."""
+        return self.ending.truncated
+
+    @property
     def failed(self) -> bool:
-        """Whether its environment failed, so that it is neither scored nor trained on."""
-        return self.stop_reason in FAILURES
+        """See `Ending.failed`."""
+        return self.ending.failed
+
+    @property
+    def error(self) -> str | None:
+        """How the environment failed, if it did."""
+        return self.ending.fault.message if self.ending.fault else None
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """The failures of its environments: those that were retried, and the last one, if any."""
+        return (*self.retried, self.ending.fault) if self.ending.fault else self.retried
 
     @property
     def rewards(self) -> FloatArray:
@@ -482,8 +552,5 @@ def bare_episode(
     return Episode(
         task=task,
         turns=turns,
-        outcome=float(sum(rewards)),
-        stop_reason=StopReason.TERMINATED,
-        terminated=True,
-        truncated=False,
+        ending=Ending(reason=StopReason.TERMINATED),
     )

@@ -30,7 +30,7 @@ from gspo_env.env.registration import make_env
 from gspo_env.env.tools import Tool
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
 from gspo_env.rollout.branching import check_branching, has_snapshots
-from gspo_env.rollout.play import ENDED, PolicyInput, PolicyOutput, demonstrator, play
+from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, play
 from gspo_env.runtime.threads import EnvThread, attempt, watched
 from gspo_env.seeding import global_generators_kept
 from gspo_env.types import Episode, Prompt, ResetInfo, Score, StepInfo, Task
@@ -170,7 +170,7 @@ class _Check:
         declared = declared_score(self.name, self.env)
         choice = ScoreChoice(self.name, declared, "the environment declares it" if declared else "")
         choice.see(self.played)
-        ended = [e.turns[-1].info for e in self.played if e.turns and e.stop_reason in ENDED]
+        ended = [e.turns[-1].info for e in self.played if e.turns and e.ending.ended]
         declares_success = all(info.success is not None for info in ended)
         return Checked(
             score=choice.score,

@@ -283,14 +283,12 @@ def _end(episode: Episode, most: int | None = None) -> None:
         episode: The episode.
         most: The limit on turns.
     """
-    from gspo_env.rollout.play import ENDED
-
     if episode.turns:
         print(f"(reward {episode.turns[-1].reward:+.4g})")
     if episode.error:
         print(f"The environment failed: {visible(episode.error)}")
         sys.exit(1)
-    if episode.stop_reason in ENDED and episode.final_observation:  # else it has been shown
+    if episode.ending.ended and episode.final_observation:  # else it has been shown
         print(visible(episode.final_observation))
     rewards = " ".join(f"{reward:+.4g}" for reward in episode.rewards)
     count = len(episode.turns)

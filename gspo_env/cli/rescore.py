@@ -111,8 +111,8 @@ def _score_each(group: Group, rewards: Any, rows: Any, when: Any) -> Group:
                 value, parts = rewards.judge(attempt)
             info = replace(turns[k].info, reward_parts=parts)
             turns[k] = replace(turns[k], reward=value, info=info)
-        total = sum(turn.reward for turn in turns)
-        episodes.append(replace(episode, turns=tuple(turns), outcome=total))
+        ending = replace(episode.ending, outcome=None)
+        episodes.append(replace(episode, turns=tuple(turns), ending=ending))
     return replace(group, episodes=tuple(episodes))
 
 
@@ -130,7 +130,7 @@ def _to_group(records: Sequence[EpisodeRecord]) -> Group:
 def _to_episode(record: EpisodeRecord) -> Episode:
     """Returns what rewards and estimators read of a kept episode."""
     from gspo_env.serving.dialects.chat import read_messages
-    from gspo_env.types import Episode, Prompt, StepInfo, StopReason, Task, Turn
+    from gspo_env.types import Ending, Episode, Prompt, StepInfo, StopReason, Task, Turn
 
     roles = [turn.role for turn in record.turns[1:]]
     turns = tuple(
@@ -153,11 +153,11 @@ def _to_episode(record: EpisodeRecord) -> Episode:
         task=Task(env_id=record.env, seed=record.seed, options=options),
         prompt=Prompt(messages=messages),
         turns=turns,
-        outcome=record.outcome,
-        success=record.success,
-        stop_reason=StopReason(record.stop_reason),
-        terminated=record.terminated,
-        truncated=record.truncated,
+        ending=Ending(
+            reason=StopReason(record.stop_reason),
+            outcome=record.outcome if record.own_outcome else None,
+            success=record.success,
+        ),
     )
 
 

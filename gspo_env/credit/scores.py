@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gspo_env.errors import ConfigError
-from gspo_env.types import Episode, FloatArray, Group, Score, StopReason
+from gspo_env.types import Episode, FloatArray, Group, Score
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ def turn_rewards(episode: Episode, score: Score) -> FloatArray:
 
     `turns` are the rewards as emitted. `outcome` is `Episode.outcome` at the last turn and 0
     before. `sum` adds the environment's own outcome to the reward of the last turn; it adds nothing
-    if a terminated episode has none, because the default outcome is the sum of the rewards.
+    if there is none, because the default outcome is the sum of the rewards.
 
     Shapes:
         result: (K,); an episode without a turn has no reward, whatever its outcome.
@@ -33,9 +32,8 @@ def turn_rewards(episode: Episode, score: Score) -> FloatArray:
         Rewards [0.2, 0.2] and the episodic reward 1 are [0.2, 0.2], [0, 1] or [0.2, 1.2].
     """
     rewards_K = np.zeros(len(episode.turns)) if score == "outcome" else episode.rewards
-    # the outcome of an episode that was cut is the one that the environment declares for it
-    adds = not episode.terminated or _has_outcome(episode)
-    if episode.turns and (score == "outcome" or (score == "sum" and adds)):
+    adds = score == "outcome" or (score == "sum" and episode.ending.outcome is not None)
+    if episode.turns and adds:
         rewards_K[-1] += episode.outcome
     return rewards_K
 
@@ -43,17 +41,8 @@ def turn_rewards(episode: Episode, score: Score) -> FloatArray:
 def contents(episodes: Sequence[Episode]) -> tuple[bool, bool]:
     """Returns whether any turn has a reward, and any episode an outcome of its own."""
     played = [e for e in episodes if not e.failed]
-    return any(e.rewards.any() for e in played), any(map(_has_outcome, played))
-
-
-def _has_outcome(episode: Episode) -> bool:
-    """Returns whether the environment gave the outcome: it is no default if it is another sum."""
-    if not episode.turns:
-        return False
-    if not math.isclose(episode.outcome, episode.rewards.sum(), abs_tol=1e-9):
-        return True
-    ended = episode.stop_reason in (StopReason.TERMINATED, StopReason.TRUNCATED)
-    return ended and episode.turns[-1].info.episodic_reward is not None
+    outcomes = any(e.turns and e.ending.outcome is not None for e in played)
+    return any(e.rewards.any() for e in played), outcomes
 
 
 @dataclass(slots=True)

@@ -131,7 +131,9 @@ class EpisodeRecord:
     """The return: the sum of the turns' rewards."""
     outcome: float
     """The episodic reward."""
-    success: bool | None
+    own_outcome: bool
+    """Whether the environment gave the outcome; if not, it is the sum of the turns' rewards."""
+    success: bool
     """Whether it succeeded."""
     stop_reason: str
     """How it ended: a value of `gspo_env.types.StopReason`."""

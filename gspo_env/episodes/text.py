@@ -13,7 +13,7 @@ from gspo_env.types import Episode, Turn
 _WIDTH = 80
 _MAX_TEXT = 4000
 """Characters of one text of a kept episode."""
-_VERDICTS = {True: "success", False: "no success", None: "no verdict"}
+_VERDICTS = {True: "success", False: "no success"}
 
 
 def render_episode(episode: Episode, decode: Callable[[Sequence[int]], str] | None = None) -> str:

@@ -26,7 +26,17 @@ from gspo_env.recipes.tiny import Tiny
 from gspo_env.serving import RefusedError
 from gspo_env.serving.dialects.chat import read_messages, read_tools, write_message
 from gspo_env.serving.fields import parse_json
-from gspo_env.types import Episode, Message, Prompt, ResetInfo, StepInfo, StopReason, Task, Turn
+from gspo_env.types import (
+    Ending,
+    Episode,
+    Message,
+    Prompt,
+    ResetInfo,
+    StepInfo,
+    StopReason,
+    Task,
+    Turn,
+)
 
 _LARGEST_REWARD = 1e300
 _MOST_BYTES = 1 << 30
@@ -178,10 +188,7 @@ def to_episode(
         task=Task(env_id=env_id, seed=number),
         prompt=Prompt(messages=first, tools=tools),
         turns=tuple(turns),
-        outcome=conversation.reward or 0.0,
-        stop_reason=StopReason.TERMINATED,
-        terminated=True,
-        truncated=False,
+        ending=Ending(reason=StopReason.TERMINATED, outcome=conversation.reward),
         reset=ResetInfo(messages=first, tools=tools, task_key=conversation.task_key),
     )
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 from gspo_env.errors import ConfigError
 from gspo_env.rollout.failures import FaultLog, describe
-from gspo_env.rollout.play import conclude
 from gspo_env.types import Episode, Fault, Group
 
 _log = FaultLog()
@@ -52,8 +51,8 @@ async def score_group(
 ) -> Group:
     """Adds group rewards to the rewards of the turns.
 
-    The outcome grows by them, unless the environment has set an `episodic_reward`. If a reward
-    raises, all episodes of the group count as lost.
+    The outcome grows by them, unless it is the environment's own. If a reward raises, all episodes
+    of the group count as lost.
 
     Args:
         rewards: The rewards with their weights.
@@ -90,25 +89,19 @@ def _add(
 ) -> Episode:
     if rating.fault is not None:
         _log.note(episode.task, rating.fault)
-        return replace(
-            episode,
-            terminated=False,
-            truncated=False,
-            success=False,
-            stop_reason=rating.fault.reason,
-            error=rating.fault.message,
-            faults=(*episode.faults, rating.fault),
+        ending = replace(
+            episode.ending, reason=rating.fault.reason, success=False, fault=rating.fault
         )
+        return replace(episode, ending=ending)
     turns = list(episode.turns)
     for k, value in enumerate(rating.rewards):
         parts = {} if value is None else {name: value}
         parts |= rating.parts if k == len(turns) - 1 else {}
         info = replace(turns[k].info, reward_parts={**turns[k].info.reward_parts, **parts})
         turns[k] = replace(turns[k], info=info, reward=turns[k].reward + weight * (value or 0.0))
-    last, outcome = turns[-1], episode.outcome
-    if last.info.episodic_reward is None:
-        outcome += weight * sum(value or 0.0 for value in rating.rewards)
+    ending, last = episode.ending, turns[-1]
     if success_from is not None:
-        turns[-1] = replace(last, info=replace(last.info, success=last.reward >= success_from))
-    _, success = conclude(turns, episode.stop_reason, False, 0.0)
-    return replace(episode, turns=tuple(turns), outcome=outcome, success=success)
+        success = last.reward >= success_from
+        turns[-1] = replace(last, info=replace(last.info, success=success))
+        ending = replace(ending, success=ending.ended and success)
+    return replace(episode, turns=tuple(turns), ending=ending)

@@ -27,7 +27,7 @@ from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.registry import CheckedSettings, name_of
 from gspo_env.rollout.collector import Collector, RolloutRequest, first_error
-from gspo_env.rollout.play import ENDED, PolicyInput, PolicyOutput
+from gspo_env.rollout.play import PolicyInput, PolicyOutput
 from gspo_env.rollout.policy import EnginePolicy
 from gspo_env.seeding import derive_seed
 from gspo_env.types import Episode, Group, ResetInfo, StepInfo, StopReason, Task, Turn
@@ -275,7 +275,7 @@ class BranchingCollector(Collector):
         shared_part = tuple(map(_as_copy, past.turns[:shared]))
         episodes = []
         for episode in branches.episodes:
-            if len(episode.turns) <= shared and episode.stop_reason in ENDED:
+            if len(episode.turns) <= shared and episode.ending.ended:
                 raise _refused(past, len(episode.turns), "it has ended, expected another turn")
             turns = shared_part[: len(episode.turns)] + episode.turns[shared:]
             episodes.append(replace(episode, turns=turns, reset=past.reset))

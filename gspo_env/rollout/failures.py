@@ -16,7 +16,7 @@ from gspo_env.errors import (
     RolloutError,
 )
 from gspo_env.runtime.threads import attempt, foreign, log_once
-from gspo_env.types import Episode, Fault, StopReason, Task
+from gspo_env.types import Ending, Episode, Fault, StopReason, Task
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +71,7 @@ def failed_episode(task: Task, fault: Fault) -> Episode:
     return Episode(
         task=task,
         turns=(),
-        outcome=0.0,
-        stop_reason=fault.reason,
-        terminated=False,
-        truncated=False,
-        error=fault.message,
-        faults=(fault,),
-        success=False,
+        ending=Ending(reason=fault.reason, success=False, fault=fault),
     )
 
 

@@ -15,7 +15,8 @@ from gspo_env.rollout.failures import EnvironmentFailed, describe, hang
 from gspo_env.runtime.loops import ActiveTimeout
 from gspo_env.runtime.threads import attempt
 from gspo_env.types import (
-    FAILURES,
+    ENDED,
+    Ending,
     Episode,
     Fault,
     PolicyAction,
@@ -29,8 +30,6 @@ from gspo_env.types import (
     Turn,
 )
 
-ENDED = (StopReason.TERMINATED, StopReason.TRUNCATED)
-"""Reasons for which the environment itself ends an episode; every other reason cuts it."""
 _CUTS: dict[StopReason, Finish] = {
     StopReason.MAX_TURN_TOKENS: "length",
     StopReason.MAX_CONTEXT: "context",
@@ -209,8 +208,12 @@ def demonstrator(noise: float = 0.0) -> Policy:
 
 
 def conclude(
-    turns: Sequence[Turn], stop: StopReason, gives_outcome: bool, outcome_if_cut: float
-) -> tuple[float, bool]:
+    turns: Sequence[Turn],
+    stop: StopReason,
+    gives_outcome: bool,
+    outcome_if_cut: float,
+    fault: Fault | None = None,
+) -> Ending:
     """Decides the outcome of an episode, and whether it succeeded.
 
     The outcome is the `episodic_reward` of the last step. Without one it is `outcome_if_cut` if the
@@ -222,17 +225,13 @@ def conclude(
         stop: How the episode ended.
         gives_outcome: Whether finished episodes of the environment have an `episodic_reward`.
         outcome_if_cut: The outcome of a cut episode of such an environment.
+        fault: How the environment failed, if it did.
     """
     last = turns[-1].info if turns and stop in ENDED else StepInfo()
-    if last.episodic_reward is not None:
-        outcome = last.episodic_reward
-    elif gives_outcome and stop is not StopReason.TERMINATED:
+    outcome, success = last.episodic_reward, last.success if stop in ENDED else False
+    if outcome is None and gives_outcome and stop is not StopReason.TERMINATED:
         outcome = outcome_if_cut
-    else:
-        outcome = float(sum(turn.reward for turn in turns))
-    if stop not in ENDED:
-        return outcome, False
-    return outcome, outcome > 0 if last.success is None else last.success
+    return Ending(reason=stop, outcome=outcome, success=success, fault=fault)
 
 
 @dataclass(slots=True)
@@ -405,18 +404,11 @@ class EpisodeRun:
     def episode(self, stop: StopReason, fault: Fault | None) -> Episode:
         """Returns the record of the turns so far."""
         if_cut = 0.0 if fault else float(attribute(self.env, "outcome_if_cut", 0.0))
-        outcome, success = conclude(self.turns, stop, self.gives_outcome, if_cut)
         return Episode(
             task=self.task,
             prompt=self.prompt,
             turns=tuple(self.turns),
-            outcome=outcome,
-            stop_reason=stop,
-            terminated=stop is StopReason.TERMINATED,
-            truncated=stop is not StopReason.TERMINATED and stop not in FAILURES,
-            error=fault.message if fault else None,
-            faults=(fault,) if fault else (),
-            success=success,
+            ending=conclude(self.turns, stop, self.gives_outcome, if_cut, fault),
             final_observation=self.observation,
             reset=self.reset,
         )

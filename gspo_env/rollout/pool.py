@@ -21,7 +21,7 @@ from gspo_env.rollout.failures import (
     describe,
     failed_episode,
 )
-from gspo_env.rollout.play import ENDED, Policy, play, run_now
+from gspo_env.rollout.play import Policy, play, run_now
 from gspo_env.runtime.loops import ActiveTimeout, has_async
 from gspo_env.runtime.threads import EnvThread, attempt, log_once
 from gspo_env.types import Episode, Fault, Group, StopReason, Task
@@ -262,11 +262,13 @@ async def play_again(
     faults: tuple[Fault, ...] = ()
     for number in range(retries + 1):
         episode = await attempt(number)
+        if faults:
+            episode = replace(episode, retried=faults)
         if not episode.failed:
             break
-        faults += episode.faults
-        log.note(episode.task, episode.faults[0])
-    return replace(episode, faults=faults) if faults else episode
+        faults = episode.faults
+        log.note(episode.task, faults[-1])
+    return episode
 
 
 async def play_pooled(
@@ -298,7 +300,7 @@ async def play_pooled(
     if episode.failed:
         pool.discard(env, stuck=episode.stop_reason is StopReason.ENV_TIMEOUT)
         return episode
-    if episode.stop_reason not in ENDED:
+    if not episode.ending.ended:
         await pool.call(_abandon, env)
     pool.give_back(env)
     return episode

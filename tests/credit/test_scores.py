@@ -130,18 +130,25 @@ def test_the_rewards_add_up_to_the_return_the_outcome_or_both(rows, own):
 
 
 def test_a_cut_episode_counts_with_the_outcome_that_the_environment_declares():
-    cut = replace(played([0.2, 0.2], stop=StopReason.MAX_TURNS), outcome=-1.0)
+    cut = episode(0.2, 0.2, stop=StopReason.MAX_TURNS, outcome=-1.0)
     assert turn_rewards(cut, "turns").tolist() == [0.2, 0.2]
     assert turn_rewards(cut, "outcome").tolist() == [0.0, -1.0]
     assert turn_rewards(cut, "sum").tolist() == [0.2, -0.8]
-    empty = replace(played([], stop=StopReason.MAX_CONTEXT), outcome=-1.0)
+    empty = episode(stop=StopReason.MAX_CONTEXT, outcome=-1.0)
     assert all(turn_rewards(empty, score).shape == (0,) for score in get_args(Score))
+
+
+def test_a_cut_episode_without_an_outcome_of_its_own_is_paid_once():
+    for stop in (StopReason.MAX_TURNS, StopReason.TRUNCATED, StopReason.TERMINATED):
+        assert turn_rewards(episode(0.2, 0.4, stop=stop), "sum").tolist() == [0.2, 0.4]
+        declared = episode(0.2, 0.4, stop=stop, outcome=0.6)
+        assert turn_rewards(declared, "sum").tolist() == pytest.approx([0.2, 1.0])
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_to_be_cut_never_pays_where_the_outcome_is_trained_on(name):
     """The value after a truncation must not be added to the outcome of a cut episode."""
-    cut = replace(played([0.0], stop=StopReason.TRUNCATED), outcome=0.0)
+    cut = episode(0.0, stop=StopReason.TRUNCATED, outcome=0.0)
     finished = [played([0.0, 0.0], 1.0) for _ in range(3)]
     rows = find("advantage", name)(scale="none").advantages(group(cut, *finished, score="outcome"))
     assert rows[0][-1] < 0

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -218,9 +217,7 @@ def test_lone_surrogates_and_control_characters_are_written_and_read():
 
 
 def test_an_episode_without_turns_is_kept_with_its_prompt():
-    lost = episode(
-        prompt=Prompt(system="Be brief."), stop_reason=StopReason.ERROR, error="it broke"
-    )
+    lost = episode(prompt=Prompt(system="Be brief."), reason=StopReason.ERROR, error="it broke")
     first, second = kept(lost, episode(turn()))
     assert (first.turns, first.num_turns, first.error) == ((), 0, "it broke")
     assert second.num_turns == 1
@@ -309,12 +306,8 @@ def test_a_full_disk_stops_no_training(tmp_path):
 
 def make_episode(**changes):
     played = turn(text="guess 7", observation="Guess a number.\n\nBe quick.")
-    fields = {
-        "task": Task(env_id="gspo/Guess-v0", seed=11, options={"high": 9}),
-        "turns": (played,),
-        "success": True,
-    }
-    return replace(episode(), **{**fields, **changes})
+    fields = {"task": Task(env_id="gspo/Guess-v0", seed=11, options={"high": 9}), **changes}
+    return episode(*fields.pop("turns", (played,)), **fields)
 
 
 def test_an_episode_shows_task_prompt_turns_and_how_it_ended():
@@ -330,9 +323,9 @@ def test_an_episode_shows_task_prompt_turns_and_how_it_ended():
 
 
 def test_an_episode_that_was_cut_is_no_failure_and_one_that_broke_shows_its_error():
-    text = render_episode(make_episode(success=False, stop_reason=StopReason.MAX_TURNS))
+    text = render_episode(make_episode(success=False, reason=StopReason.MAX_TURNS))
     assert "no success: outcome +1, stopped by max_turns" in text
-    broken = {"stop_reason": StopReason.ERROR, "error": "boom", "success": None, "outcome": 0.0}
+    broken = {"reason": StopReason.ERROR, "error": "boom"}
     text = render_episode(make_episode(turns=(), **broken))
     for part in ("its environment failed", "stopped by error", "  | boom"):
         assert part in text

@@ -33,6 +33,7 @@ from gspo_env.errors import ConfigError
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rewards import GroupReward, Judge, Rating, score_group
 from gspo_env.rewards.judge import read_scores
+from gspo_env.types import Ending, StopReason
 
 SLACK = {"backoff": 0.001, "cache": "", "repeat": 0.0}
 
@@ -80,6 +81,15 @@ def test_each_criterion_is_a_question_of_its_own_and_counts_by_its_weight(server
     assert episode.rewards == pytest.approx([0.25 * (3 * 0.2 + 1.0)])
     assert len(server.questions) == 2
     assert episode.turns[0].info.reward_parts["judge_cost"] == pytest.approx(202e-6)
+
+
+def test_an_outcome_of_the_environment_stays_and_a_cut_episode_gains_nothing(server):
+    played = group(["quality 1", "quality 9"], ["quality 4", "quality 2"], rewards=[1, 1])
+    ended, cut = played.episodes
+    ended = replace(ended, ending=Ending(reason=StopReason.TERMINATED, outcome=0.5))
+    cut = replace(cut, ending=Ending(reason=StopReason.MAX_TURNS, outcome=-1.0, success=False))
+    scored = score(judge(server), replace(played, episodes=(ended, cut)))
+    assert [(e.outcome, e.success) for e in scored.episodes] == [(0.5, True), (-1.0, False)]
 
 
 def test_ties_share_their_place_and_the_order_of_the_answers_is_shuffled(server):

@@ -14,7 +14,7 @@ from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.play import PolicyOutput, conclude, demonstrator, play, play_now
-from gspo_env.types import Prompt, StepInfo, StopReason, Task, Turn
+from gspo_env.types import Episode, Prompt, StepInfo, StopReason, Task, Turn
 
 TASK = Task(env_id="test", seed=3)
 CUTS = [r for r in StopReason if r not in (StopReason.TERMINATED, StopReason.TRUNCATED)]
@@ -195,22 +195,29 @@ def test_a_cut_look_up_does_not_score_more_than_a_wrong_answer():
     assert (limited.stop_reason, limited.outcome) == (StopReason.TRUNCATED, 0.0)
 
 
+def ended(turns, *arguments):
+    """The outcome and the success of an episode with these turns."""
+    task = Task(env_id="test", seed=0)
+    episode = Episode(task=task, turns=tuple(turns), ending=conclude(turns, *arguments))
+    return episode.outcome, episode.success
+
+
 @pytest.mark.parametrize("stop", CUTS)
 def test_a_cut_episode_gets_what_the_environment_declares_or_its_sum(stop):
     turns = [turn(0.25), turn(0.5, episodic_reward=9.0, success=True)]
-    assert conclude(turns, stop, True, -1.0) == (-1.0, False)
-    assert conclude(turns, stop, False, -1.0) == (0.75, False)
-    assert conclude([], stop, True, -1.0) == (-1.0, False)
+    assert ended(turns, stop, True, -1.0) == (-1.0, False)
+    assert ended(turns, stop, False, -1.0) == (0.75, False)
+    assert ended([], stop, True, -1.0) == (-1.0, False)
 
 
 @pytest.mark.parametrize("gives", [True, False])
 @pytest.mark.parametrize("stop", [StopReason.TERMINATED, StopReason.TRUNCATED])
 def test_a_finished_episode_keeps_what_its_last_step_says_or_has_the_sum(stop, gives):
-    assert conclude([turn(0.5, episodic_reward=-2.0)], stop, gives, 0.0) == (-2.0, False)
+    assert ended([turn(0.5, episodic_reward=-2.0)], stop, gives, 0.0) == (-2.0, False)
     said = [turn(0.5, episodic_reward=-2.0, success=True)]
-    assert conclude(said, stop, gives, 0.0) == (-2.0, True)
+    assert ended(said, stop, gives, 0.0) == (-2.0, True)
     without = [turn(0.5), turn(0.25)]
-    assert conclude(without, StopReason.TERMINATED, gives, 0.0) == (0.75, True)
+    assert ended(without, StopReason.TERMINATED, gives, 0.0) == (0.75, True)
 
 
 @given(
@@ -224,7 +231,7 @@ def test_every_end_has_a_finite_outcome_and_a_verdict(rewards, stop, gives, outc
     turns = [turn(reward) for reward in rewards]
     if turns:
         turns[-1] = turn(rewards[-1], episodic_reward=outcome, success=success)
-    result, verdict = conclude(turns, stop, gives, 0.0)
+    result, verdict = ended(turns, stop, gives, 0.0)
     assert np.isfinite(result)
     assert type(verdict) is bool
     assert not (verdict and stop in CUTS)

@@ -5,7 +5,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from gspo_env.types import Episode, FloatArray, Group, StepInfo, StopReason, Task, bare_episode
+from gspo_env.types import (
+    Ending,
+    Episode,
+    FloatArray,
+    Group,
+    StepInfo,
+    StopReason,
+    Task,
+    bare_episode,
+)
 
 TASK = Task(env_id="test", seed=0)
 
@@ -22,10 +31,7 @@ def episode(
     return replace(
         bare,
         turns=tuple(replace(turn, info=StepInfo(state_key=last_key)) for turn in bare.turns),
-        outcome=bare.outcome if outcome is None else outcome,
-        stop_reason=stop,
-        terminated=stop is StopReason.TERMINATED,
-        truncated=stop not in (StopReason.TERMINATED, StopReason.ERROR),
+        ending=Ending(reason=stop, outcome=outcome),
     )
 
 

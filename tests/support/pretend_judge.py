@@ -91,14 +91,14 @@ def group(*episodes, rewards=()):
     """A group whose episodes have these actions, and these rewards at the end."""
     task, played = Task(env_id="test", seed=0), []
     for g, texts in enumerate(episodes):
-        outcome = rewards[g] if rewards else 0.0
+        reward = rewards[g] if rewards else 0.0
         turns = [
             Turn(
                 text=text,
                 observation="Say something good." if k == 0 else "Go on.",
-                reward=outcome if k == len(texts) - 1 else 0.0,
+                reward=reward if k == len(texts) - 1 else 0.0,
             )
             for k, text in enumerate(texts)
         ]
-        played.append(episode(*turns, task=task, outcome=outcome))
+        played.append(episode(*turns, task=task, outcome=None))
     return Group(task=task, episodes=tuple(played))

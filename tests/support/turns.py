@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gspo_env.types import Episode, StopReason, Task, Turn
+from gspo_env.types import Ending, Episode, Fault, StopReason, Task, Turn
 
 
 def turn(**changes: Any) -> Turn:
@@ -18,11 +18,14 @@ def turn(**changes: Any) -> Turn:
 
 
 def episode(*turns: Turn, **changes: Any) -> Episode:
-    fields: dict[str, Any] = {
-        "task": Task(env_id="test", seed=7),
-        "outcome": 1.0,
-        "stop_reason": StopReason.TERMINATED,
-        "terminated": True,
-        "truncated": False,
-    }
-    return Episode(turns=turns, **{**fields, **changes})
+    """An episode; `reason`, `outcome`, `success` and `error` are of its ending."""
+    fields: dict[str, Any] = {"task": Task(env_id="test", seed=7), **changes}
+    reason = fields.pop("reason", StopReason.TERMINATED)
+    error = fields.pop("error", None)
+    ending = Ending(
+        reason=reason,
+        outcome=fields.pop("outcome", 1.0),
+        success=fields.pop("success", None),
+        fault=error and Fault(reason=reason, message=error, where=error),
+    )
+    return Episode(turns=turns, ending=ending, **fields)

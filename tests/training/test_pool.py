@@ -1,7 +1,7 @@
 """The pool of tasks: what it draws, and that a resumed run draws the same."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 
@@ -47,7 +47,6 @@ def test_a_resumed_run_draws_the_same_tasks():
 
 def test_groups_are_recorded_by_key_or_else_by_seed_and_without_failed_episodes():
     (task,) = new_tasks(0, 1)
-    wrong = bare_episode(task, [1], [0.0])
-    right = replace(wrong, success=True)
+    wrong, right = (bare_episode(task, [1], [reward]) for reward in (0.0, 1.0))
     group = Group(task=task, episodes=(right, wrong, wrong))
     assert Pool().record([group]) == [(task.seed, str(task.seed), 1, 3)]
