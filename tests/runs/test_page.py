@@ -110,7 +110,9 @@ def test_a_metric_of_a_step_that_was_run_twice_has_its_last_value(tmp_path, capl
     text = "\n".join(["{broken", *map(json.dumps, lines), '{"step": 9, "metr'])
     (tmp_path / "metrics.jsonl").write_text(text)
     series = Run.open(tmp_path).series
-    points = {name: [*zip(s.steps.tolist(), s.values.tolist())] for name, s in series.items()}
+    points = {
+        name: [*zip(s.steps.tolist(), s.values.tolist(), strict=True)] for name, s in series.items()
+    }
     assert points == {"a": [(1, 3.0), (2, 2.0)], "b": [(1, 4.0)]}
     assert "a line of metrics.jsonl is damaged" in caplog.text
 
