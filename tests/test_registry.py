@@ -69,7 +69,7 @@ def test_neither_environments_nor_what_reads_runs_load_a_heavy_library():
     """A process of an environment would need seconds and 0.3 GB more."""
     code = (
         "import pkgutil, sys, gspo_envs\n"
-        "import gspo_env.runs.page, gspo_env.runs.plots, gspo_env.report.traces\n"
+        "import gspo_env.runs.page, gspo_env.runs.plots, gspo_agents.traces\n"
         "for found in pkgutil.walk_packages(gspo_envs.__path__, 'gspo_envs.'):\n"
         "    __import__(found.name)\n"
         "print(found.name, {'torch', 'transformers', 'mlflow', 'vllm'} & set(sys.modules))"

@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from gspo_agents.inputs import inputs
+from gspo_agents.terminal import EpisodeCounter, closing, opening, results, summary
 from gspo_env.config import Config, to_dict, to_toml, with_score
 from gspo_env.env.base import attribute
 from gspo_env.episodes.schema import PAGE, Phase
@@ -15,11 +17,12 @@ from gspo_env.episodes.writer import EpisodeLog
 from gspo_env.errors import OutputError
 from gspo_env.files import read_file
 from gspo_env.health.collapse import find_collapse
+from gspo_env.health.evaluation import check_first_evaluation
 from gspo_env.health.findings import Finding
 from gspo_env.learner.stats import TokenValues
 from gspo_env.model.check import RunMode
 from gspo_env.redaction import write_text
-from gspo_env.registry import load_function, name_of
+from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.runs.evaluations import EvalSnapshot
@@ -66,12 +69,14 @@ class Reporter:
 
     def begin(self, model: Any, env_id: str, findings: Sequence[Finding]) -> None:
         """Says what is trained, where, and what is wrong with the settings."""
+        from gspo_env.model.thread_speed import watch
+
         look = self._tracker.how_to_look
         folder = self._checkpoints.run
-        self._progress.line(_load("terminal:opening")(self.config, env_id, model, folder, look))
+        self._progress.line(opening(self.config, env_id, model, folder, look))
         self._progress.begin("start", 0, self.config.steps)
         self._summarise([])
-        self._watch_threads = load_function("gspo_env.model.thread_speed:watch", "threads")(model)
+        self._watch_threads = watch(model)
         for finding in findings:
             self.warned(finding)
 
@@ -104,16 +109,15 @@ class Reporter:
         self._tracker.log(evaluation.metrics(), step)
         self._evaluations.append(EvalSnapshot.of(step, evaluation))
         if step == 0:
-            for source in _load("inputs:inputs")(self.config, evaluation.groups, self._num_tasks):
+            for source in inputs(self.config, evaluation.groups, self._num_tasks):
                 self._tracker.input(source)
-            check = load_function("gspo_env.health.evaluation:check_first_evaluation", "check")
-            for finding in check(self.config, evaluation.groups):
+            for finding in check_first_evaluation(self.config, evaluation.groups):
                 self.warned(finding)
         self._show("evaluate", step, evaluation.sampled, lost=evaluation.lost or None)
         self._progress.begin("train", step, self.config.steps)
         warned = any(line.startswith("collapse:") for line in self._warnings)
-        if not warned and (finding := find_collapse(self._evaluations)):
-            self.warned(finding)
+        if not warned and (collapse := find_collapse(self._evaluations)):
+            self.warned(collapse)
         self.episodes.evaluated(step, evaluation)
         if self.config.episodes.keep_episodes != "none":
             self._trace(step, "eval", dict(enumerate(evaluation.groups)))
@@ -200,9 +204,9 @@ class Reporter:
         if step < steps:
             lines = [self._checkpoints.stopped(step, steps)]
         else:
-            lines = _load("terminal:results")(history, split, skipped_demonstrations)
+            lines = results(history, split, skipped_demonstrations)
             folder, encoding = self._checkpoints.run, self._progress.encoding
-            lines += _load("terminal:closing")(history, folder, encoding, tasks=len(split.tasks))
+            lines += closing(history, folder, encoding, tasks=len(split.tasks))
         lines += self._tracker.problems
         if self._tracker.how_to_look:
             lines.append(f"Tracked: {self._tracker.how_to_look}")
@@ -215,7 +219,7 @@ class Reporter:
             sample = collector.pool.of(member.env_id).sample
             if sample is not None:
                 self._num_tasks[member.env_id] = attribute(sample, "num_tasks", None)
-        collector.counter = _load("terminal:EpisodeCounter")(self._progress)
+        collector.counter = EpisodeCounter(self._progress)
         with self._system:
             try:
                 yield
@@ -226,14 +230,17 @@ class Reporter:
                     self._tracker.artifact(self._checkpoints.run / name)
 
     def _summarise(self, history: History) -> None:
-        text = _load("terminal:summary")(history, self._tracker.started)
+        text = summary(history, self._tracker.started)
         self.write(SUMMARY, text)
         self._tracker.text(SUMMARY, text)
 
     def _trace(self, step: int, phase: Phase, groups: Mapping[int, Group]) -> None:
         most = self._tracker.traces(phase)
-        for trace in _load("traces:traces")(step, phase, groups, most) if most else ():
-            self._tracker.trace(trace)
+        if most:
+            from gspo_agents.traces import traces
+
+            for trace in traces(step, phase, groups, most):
+                self._tracker.trace(trace)
 
     def _show(self, phase: str, step: int, what: EpisodeStats, **more: float | None) -> None:
         self._progress.update(
@@ -246,11 +253,6 @@ class Reporter:
             return_std=what.return_std,
             **{"calls": what.tool_calls, **what.reward_parts, **more},
         )
-
-
-def _load(name: str) -> Callable[..., Any]:
-    """Loads a part of the report when it is needed."""
-    return load_function(f"gspo_env.report.{name}", "report")
 
 
 def run_info(

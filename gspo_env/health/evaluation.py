@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment
@@ -12,11 +11,8 @@ from gspo_env.health.findings import Finding, refuse
 from gspo_env.health.rules import IMITATE
 from gspo_env.health.startup import check_settings
 from gspo_env.rollout.failures import close_quietly
-from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, play_now
-from gspo_env.types import Group, Task
+from gspo_env.types import Group
 
-_EPISODES = 4
-"""Episodes that are played to see whether an environment gives token advantages."""
 _NEARLY_ALL = 0.95
 """Share of successes in an evaluation from which their definition is doubtful."""
 
@@ -75,25 +71,6 @@ def check_success(groups: Sequence[Group], when: str = "before training") -> Fin
         f"{min(outcomes):.3g} to {max(outcomes):.3g}.",
         advice="Return info['success'] on the last step.",
     )
-
-
-def give_token_advantages(envs: Mapping[str, TextEnvironment], config: Config) -> bool:
-    """Plays a few episodes; returns whether every environment gives the advantages of tokens."""
-
-    def act(now: PolicyInput) -> PolicyOutput:
-        try:
-            text = str(demonstrator()(now))
-        except NotImplementedError:
-            text = "yes"
-        return PolicyOutput(text=text, action_ids=(0,) * max(1, len(text.split())))
-
-    def gives(env_id: str, env: TextEnvironment) -> bool:
-        tasks = [Task(env_id=env_id, seed=seed) for seed in range(_EPISODES)]
-        played = [play_now(env, task, act, max_turns=config.rollout.max_turns) for task in tasks]
-        turns = [turn for episode in played for turn in episode.turns]
-        return any(turn.info.token_advantages is not None for turn in turns)
-
-    return all(itertools.starmap(gives, envs.items()))
 
 
 def check_comparison(configs: Sequence[Config]) -> None:

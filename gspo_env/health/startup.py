@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,21 @@ from gspo_env.config import Config
 from gspo_env.credit.estimators import compares_episodes
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.health.findings import Finding, refuse
-from gspo_env.registry import load_function, name_of
-from gspo_env.rollout.play import look, play_now
+from gspo_env.health.rules import find_in_first_steps
+from gspo_env.registry import name_of
+from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, look, play_now
 from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.runs.run import History
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.trust import changed_files
 from gspo_env.types import Task
 
+_EPISODES = 4
+"""Episodes that are played to see whether an environment gives token advantages."""
 FIRST_STEPS = 3
 """Steps after which a run is judged for the first time."""
 _PROMPTS = 32
 """First prompts that are read before a run."""
-
-History = Sequence[tuple[int, Mapping[str, float]]]
-"""The metrics of each step."""
 
 
 def check_start(
@@ -72,8 +74,7 @@ def check_first_steps(config: Config, history: History, warn: Callable[[Finding]
     step, last = history[-1][0], min(FIRST_STEPS, config.steps)
     if step not in (1, last):
         return
-    check = load_function("gspo_env.health.rules:find_in_first_steps", "rules")
-    finding: Finding | None = check(config, history)
+    finding = find_in_first_steps(config, history)
     if finding is not None and (step == last or finding.hopeless):
         warn(finding)
         refuse(finding, strict=config.strict)
@@ -110,8 +111,7 @@ def check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Itera
             )
     size, episodes = config.rollout.group_size, config.rollout.group_size * config.tasks_per_step
     estimator = config.advantage
-    gives = load_function("gspo_env.health.evaluation:give_token_advantages", "check")
-    if size == 1 and compares_episodes(estimator) and not gives(envs, config):
+    if size == 1 and compares_episodes(estimator) and not _give_token_advantages(envs, config):
         yield Finding(
             name="groups_of_one",
             text=f"rollout.group_size is 1, and the estimator {name_of('advantage', estimator)!r} "
@@ -126,6 +126,25 @@ def check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Itera
             f"episodes (tasks_per_step {config.tasks_per_step}, group_size {size}).",
             advice="An update has at most one optimiser step for each episode.",
         )
+
+
+def _give_token_advantages(envs: Mapping[str, TextEnvironment], config: Config) -> bool:
+    """Plays a few episodes; returns whether every environment gives the advantages of tokens."""
+
+    def act(now: PolicyInput) -> PolicyOutput:
+        try:
+            text = str(demonstrator()(now))
+        except NotImplementedError:
+            text = "yes"
+        return PolicyOutput(text=text, action_ids=(0,) * max(1, len(text.split())))
+
+    def gives(env_id: str, env: TextEnvironment) -> bool:
+        tasks = [Task(env_id=env_id, seed=seed) for seed in range(_EPISODES)]
+        played = [play_now(env, task, act, max_turns=config.rollout.max_turns) for task in tasks]
+        turns = [turn for episode in played for turn in episode.turns]
+        return any(turn.info.token_advantages is not None for turn in turns)
+
+    return all(itertools.starmap(gives, envs.items()))
 
 
 def _no_demonstrations(env_id: str) -> Finding:

@@ -88,7 +88,7 @@ class Collector:
     on_group: Callable[[], None] | None = None
     """Called after each group that `collect` plays."""
     counter: Any = None
-    """Shows how many episodes are over; see `gspo_env.report.terminal.EpisodeCounter`."""
+    """Shows how many episodes are over."""
     _heartbeat: Heartbeat = field(init=False)
     _warned: bool = False
     """Whether the log has said that first prompts do not fit."""

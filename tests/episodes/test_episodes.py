@@ -12,6 +12,7 @@ from support.runs import tiny
 from support.turns import episode, turn
 
 from gspo_agents.gspo import GSPOAgent
+from gspo_agents.traces import traces
 from gspo_env.batch.sample import to_samples
 from gspo_env.config import EpisodesConfig
 from gspo_env.episodes import read_episodes, render_episode
@@ -19,7 +20,6 @@ from gspo_env.episodes.schema import EpisodeFile, Episodes, episode_files
 from gspo_env.episodes.writer import EpisodeLog, surplus, to_table
 from gspo_env.errors import OutputError
 from gspo_env.learner import GSPO, Learner, LearnerConfig, TokenValues
-from gspo_env.report.traces import traces
 from gspo_env.rollout.metrics import Evaluation
 from gspo_env.types import Group, Message, Prompt, StepInfo, StopReason, Task, ToolCall
 

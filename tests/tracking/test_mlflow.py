@@ -9,8 +9,8 @@ from mlflow.tracking import MlflowClient
 from support.pretend_http import serve
 from support.turns import episode, turn
 
+from gspo_agents.traces import traces
 from gspo_env.errors import ConfigError
-from gspo_env.report.traces import traces
 from gspo_env.tracking.base import MODEL, SUMMARY, Input, RunInfo
 from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.mlflow import MLflow

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gspo_agents.terminal import closing, opening, results, sparkline, summary
 from gspo_env.config import Config
-from gspo_env.report.terminal import closing, opening, results, sparkline, summary
 from gspo_env.training.split import Split
 from gspo_env.types import Task
 
