@@ -49,6 +49,8 @@ class ByPlayer:
     Its baseline is the mean of what that player got after all turns of the group from this state.
     """
 
+    credits_agents = True
+
     def advantages(self, group):
         got, visits = [], {}
         for i, episode in enumerate(group.episodes):

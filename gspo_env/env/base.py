@@ -148,6 +148,9 @@ class TextEnv(gymnasium.Env[str, str]):
     credit_score: Literal["turns", "outcome", "sum"] | None = None
     """Rewards that estimators of returns learn from: those of the turns, the outcome at the last
     turn, or the sum of both; None infers it from the first episodes of a run."""
+    rewards_by_agent: bool = False
+    """Whether each agent has a reward of its own, under its name in the last `reward_parts`, as
+    opponents have. Only an estimator with `credits_agents = True` then trains a run."""
     group_reward: Callable[[Any], Awaitable[Any]] | None = None
     """Adds rewards that see all finished episodes of a group: takes and returns a
     `gspo_env.types.Group`; see `gspo_env.rewards.score_group`."""

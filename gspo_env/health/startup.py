@@ -100,6 +100,8 @@ def check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Itera
 
     A few episodes are played if groups have one episode.
     """
+    estimator = name_of("advantage", config.advantage)
+    credits_agents = getattr(config.advantage, "credits_agents", False)
     for env_id, env in envs.items():
         if attribute(env, "gives_reward", None) is False:
             key = "rewards" if len(envs) == 1 else f"{env_id}.rewards"
@@ -109,12 +111,21 @@ def check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Itera
                 advice=f"Name reward functions with --env-kwargs {key}=file.py:function.",
                 hopeless=True,
             )
+        if attribute(env, "rewards_by_agent", False) and not credits_agents:
+            yield Finding(
+                name="rewards_by_agent",
+                text=f"The agents of {env_id} have rewards of their own, but the estimator "
+                f"{estimator!r} credits all turns with those of the first: the policy would learn "
+                "to lose as the others.",
+                advice="Use one like examples/self_play.py:ByPlayer, with credits_agents = True.",
+                hopeless=True,
+            )
     size, episodes = config.rollout.group_size, config.rollout.group_size * config.tasks_per_step
-    estimator = config.advantage
-    if size == 1 and compares_episodes(estimator) and not _give_token_advantages(envs, config):
+    compares = compares_episodes(config.advantage)
+    if size == 1 and compares and not _give_token_advantages(envs, config):
         yield Finding(
             name="groups_of_one",
-            text=f"rollout.group_size is 1, and the estimator {name_of('advantage', estimator)!r} "
+            text=f"rollout.group_size is 1, and the estimator {estimator!r} "
             "compares the episodes of a group, so every advantage is 0.",
             advice="Use at least 2.",
             hopeless=True,

@@ -50,6 +50,8 @@ def test_with_self_the_policy_plays_every_player_in_turn():
     assert [step[1] for step in steps] == [0.0, 0.0, 1.0]
     assert steps[-1][4]["reward_parts"] == {"player_0": 1.0, "player_1": -1.0}
     assert env.get_wrapper_attr("blocking") is False
+    assert env.get_wrapper_attr("rewards_by_agent") is True
+    assert make_env("gspo/TextArena-v0", **NIM).get_wrapper_attr("rewards_by_agent") is False
     with pytest.raises(ConfigError, match="opponent is 'self' and players 1"):
         make_env("gspo/TextArena-v0", opponent="self")
 

@@ -51,6 +51,10 @@ class Judge(Plain):
         tokens = getattr(action, "token_ids", ())
         return "", 1.0, True, False, {"token_advantages": [1.0] * len(tokens)}
 
+class Duel(Plain):
+    """Its two players have rewards of their own."""
+    rewards_by_agent = True
+
 class Yes(Plain):
     """Its success is no bool."""
     def step(self, action):
@@ -84,12 +88,22 @@ def stopped(capsys, name, *arguments):
         ("Plain", ("--max-context", "33"), "No episode can have a turn: the first prompts"),
         ("Long", (), "reset() observation is 200000 characters long; expected at most 16384"),
         ("Yes", (), "info['success'] is 'yes' of type str, expected a bool"),
+        ("Duel", (), "'returns_to_go' credits all turns with those of the first: the policy would"),
+        ("Duel", ("--advantage", "outcome"), "'outcome' credits all turns with those of the first"),
         ("Mute", ("--strict",), "has no expert_action, so the tiny model starts with random"),
         ("Plain", ("--strict", "True", "--minibatches", "9"), "learner.minibatches is 9, and a"),
     ],
 )
 def test_a_run_that_cannot_learn_stops_before_it_trains(capsys, name, arguments, words):
     assert words in stopped(capsys, name, *arguments)
+
+
+def test_rewards_by_agent_need_an_estimator_that_credits_agents(capsys):
+    envs = Path("envs.py").read_text()
+    own = "class ByAgent(Outcome):\n    credits_agents = True\n"
+    Path("envs.py").write_text(f"from gspo_env.credit import Outcome\n{envs}\n{own}")
+    main([*TINY, "--env", "envs.py:Duel", "--advantage", "envs.py:ByAgent"])
+    assert "credits" not in capsys.readouterr().out
 
 
 def test_a_dataset_without_rewards_is_refused(capsys):

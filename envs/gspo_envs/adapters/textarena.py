@@ -97,6 +97,7 @@ class TextArenaEnv(ForeignEnv):
         self._textarena = load("textarena", "TextArena", "textarena")
         registry = load("textarena.envs.registration", "TextArena", "textarena").ENV_REGISTRY
         check_name("TextArena", game, registry)
+        self.rewards_by_agent = opponent == "self"
         self.game, self.players, self._kwargs = game, players, kwargs
         if "self" in (opponent, eval_opponent) and players < 2:
             raise ConfigError(f"opponent is 'self' and players {players}; expected 2 or more")
