@@ -31,6 +31,7 @@ _RENAMED = {
     "vllm_mode": "engine",
 }
 _DROPOUT = "dropout is off, because the policy that trains has to be the one that was sampled"
+_BRANCHES = "it is a setting of --branching studies/credit/branches.py:Every"
 
 REMOVED = {
     **{name: f"it is called {setting}" for name, setting in _RENAMED.items()},
@@ -49,6 +50,9 @@ REMOVED = {
     "compare.like": "the report of the earlier comparison says which differences its seeds show",
     "compare.difference": "the report says which differences the seeds can show",
     "command.report": "`gspo-env view RUN` shows one run, MLflow compares many",
+    "budget": _BRANCHES,
+    "continuations": _BRANCHES,
+    "every": _BRANCHES,
     "cache": "every run warms up its model anew, which takes seconds",
     "train.processes": "start the processes with `torchrun --standalone --local-addr 127.0.0.1"
     " --nproc-per-node N -m gspo_env train`",
