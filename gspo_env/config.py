@@ -9,15 +9,15 @@ import functools
 import json
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tomli_w
 from annotated_types import Ge, Interval
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError, model_validator
 from pydantic.errors import PydanticSchemaGenerationError
-from pydantic_core import to_jsonable_python
+from pydantic_core import ArgsKwargs, to_jsonable_python
 
 from gspo_env.credit.estimate import CreditConfig
 from gspo_env.credit.estimators import ReturnsToGo
@@ -28,9 +28,11 @@ from gspo_env.learner.losses import GSPO, decide_correction
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Recipe
 from gspo_env.redaction import redact
-from gspo_env.registry import BUILTIN, CheckedSettings, check_values, find, load_function, name_of
+from gspo_env.registry import BUILTIN, find, name_of
+from gspo_env.renamed import instead_of
 from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
 from gspo_env.seeding import SEEDS
+from gspo_env.settings import STRICT, describe, settings
 from gspo_env.tracking.base import flatten
 from gspo_env.tracking.mlflow import MLflow
 from gspo_env.types import Score
@@ -38,8 +40,8 @@ from gspo_env.types import Score
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig(CheckedSettings):
+@settings
+class CheckpointConfig:
     """When a run is saved, so that `gspo-env train --resume` can continue it."""
 
     save_every: Annotated[int, Ge(0)] = 0
@@ -48,8 +50,8 @@ class CheckpointConfig(CheckedSettings):
     """Newest checkpoints to keep, besides the best by `eval/success`; 0 saves none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpisodesConfig(CheckedSettings):
+@settings
+class EpisodesConfig:
     """Which episodes a run keeps in its folder; see `gspo_env.episodes.read_episodes`."""
 
     keep_episodes: Literal["sample", "all", "eval", "none"] = "sample"
@@ -62,7 +64,7 @@ class EpisodesConfig(CheckedSettings):
     training first."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Config:
     """All settings of a run. `Config()` has the same values for every model.
 
@@ -114,16 +116,23 @@ class Config:
     compaction: Any = field(default_factory=lambda: find("compaction", "none")())
     curriculum: Any = field(default_factory=lambda: find("curriculum", "none")())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_sections(cls, arguments: ArgsKwargs) -> ArgsKwargs:
+        """Takes the name or the table of a section in place of its dataclass."""
+        values = dict(arguments.kwargs or {})
+        if "env" in values:
+            values["env"] = env_setting(values["env"])
+        for each in dataclasses.fields(cls):
+            is_section = each.default_factory not in (dataclasses.MISSING, dict)
+            value = values.get(each.name, cls)
+            if is_section and not dataclasses.is_dataclass(value):
+                values[each.name] = getattr(override(Config(), {each.name: value}), each.name)
+        return ArgsKwargs((), values)
+
     def __post_init__(self) -> None:
-        """Rejects invalid values."""
-        object.__setattr__(self, "env", env_setting(self.env))
-        for each in dataclasses.fields(self):
-            value, default = getattr(self, each.name), each.default_factory
-            if default not in (dataclasses.MISSING, dict) and not dataclasses.is_dataclass(value):
-                section = getattr(override(Config(), {each.name: value}), each.name)
-                object.__setattr__(self, each.name, section)
-        check_values(self)
-        no_curriculum = name_of("curriculum", self.curriculum) == "none"
+        """Rejects a curriculum for several environments."""
+        no_curriculum = isinstance(self.curriculum, find("curriculum", "none"))
         if len(self.environments) > 1 and not no_curriculum:
             raise ConfigError(
                 f"curriculum is {name_of('curriculum', self.curriculum)!r} with several "
@@ -170,7 +179,11 @@ def learner_arguments(config: Config) -> dict[str, Any]:
 
 def with_score(config: Config, score: Score | None) -> Config:
     """Sets a score that the config leaves open, if the estimator uses one."""
-    if score is None or config.credit.score != "auto" or not config.advantage.uses_score:
+    if (
+        score is None
+        or config.credit.score != "auto"
+        or not getattr(config.advantage, "uses_score", True)
+    ):
         return config
     return replace(config, credit=replace(config.credit, score=score))
 
@@ -181,12 +194,13 @@ def check_estimator(config: Config) -> None:
     A config does not check this itself, because its fields may change one by one.
 
     Raises:
-        ConfigError: The estimator has its own rewards, and `credit.score` is not `auto`; or it
-            refuses its own settings, see `Estimator.check`.
-        ModelError: Its teacher is not a model.
+        ConfigError: The estimator has its own rewards, and `credit.score` is not `auto`; it does
+            not compare branches; or it refuses its own settings, in a method `check_config`.
+        ModelError: Its teacher is no model.
     """
-    config.advantage.check()
-    if config.credit.score != "auto" and not config.advantage.uses_score:
+    config.branching.check(config)
+    getattr(config.advantage, "check_config", lambda: None)()
+    if config.credit.score != "auto" and not getattr(config.advantage, "uses_score", True):
         raise ConfigError(
             f"credit.score is {config.credit.score!r}, which the estimator "
             f"{name_of('advantage', config.advantage)!r} does not use; expected --score auto"
@@ -304,15 +318,10 @@ def resolve(config: Config, name: str) -> str:
     raise ConfigError(f"there is no setting {name!r}{_hint(config, name, paths)}")
 
 
-def _instead_of(*names: str) -> str:
-    instead: str = load_function("gspo_env.renamed:instead_of", "hint")(*names)
-    return instead
-
-
 def _hint(config: Config, name: str, paths: list[str]) -> str:
     """Returns a hint: the choice that has the setting, or the fields with similar names."""
     section, _, last = name.rpartition(".")
-    if instead := _instead_of(name, last):
+    if instead := instead_of(name, last):
         return f": {instead}"
     for kind in BUILTIN:
         if section in ("", kind) and (hint := _owners(kind, getattr(config, kind), last)):
@@ -339,25 +348,39 @@ def _settings(kind: str, name: str) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def _replace(default: T, tree: Mapping[str, Any], where: str) -> T:
-    hints = get_type_hints(type(default))
+    """Replaces fields; the error has all faults of the tree."""
     values: dict[str, Any] = {}
+    faults: list[str] = []
     for name, value in tree.items():
-        names = [f.name for f in dataclasses.fields(default)]  # type: ignore[arg-type]
-        if name not in names:
-            if instead := _instead_of(where + name, name):
-                raise ConfigError(f"there is no setting {where}{name}: {instead}")
-            near = ", ".join(difflib.get_close_matches(name, names, n=3) or sorted(names))
-            hint = _owners(where[:-1], default, name) if where[:-1] in BUILTIN else ""
-            hint = hint or f"; expected one of: {near or 'nothing'}"
-            raise ConfigError(f"unknown field {where}{name!r}{hint}")
-        old = getattr(default, name)
-        if not where and name in BUILTIN:
-            values[name] = _choose(name, old, value)
-        elif dataclasses.is_dataclass(old):
-            values[name] = _replace(old, _table(where + name, value), f"{where}{name}.")
-        else:
-            values[name] = convert(f"{where}{name}", value, hints[name])
+        try:
+            values[name] = _read_field(default, name, value, where)
+        except ConfigError as error:
+            faults += error.args
+    if faults:
+        raise ConfigError(*faults)
     return dataclasses.replace(default, **values)  # type: ignore[type-var]
+
+
+def _read_field(default: Any, name: str, value: Any, where: str) -> Any:
+    names = [f.name for f in dataclasses.fields(default)]
+    if name not in names:
+        if instead := instead_of(where + name, name):
+            raise ConfigError(f"there is no setting {where}{name}: {instead}")
+        near = ", ".join(difflib.get_close_matches(name, names, n=3) or sorted(names))
+        hint = _owners(where[:-1], default, name) if where[:-1] in BUILTIN else ""
+        hint = hint or f"; expected one of: {near or 'nothing'}"
+        raise ConfigError(f"unknown field {where}{name!r}{hint}")
+    old = getattr(default, name)
+    if not where and name in BUILTIN:
+        return _choose(name, old, value)
+    if dataclasses.is_dataclass(old):
+        return _replace(old, _table(where + name, value), f"{where}{name}.")
+    return convert(f"{where}{name}", value, type_hint(default, name))
+
+
+def type_hint(section: Any, name: str) -> Any:
+    """Returns the annotation of a field, with its bounds."""
+    return get_type_hints(type(section), include_extras=True)[name]
 
 
 def _choose(kind: str, old: Any, value: Any) -> Any:
@@ -398,7 +421,7 @@ def convert(name: str, value: Any, hint: Any) -> Any:
         ConfigError: The value is not of that type.
     """
     try:
-        adapter = TypeAdapter(hint)
+        adapter = TypeAdapter(hint, config=STRICT)
     except PydanticSchemaGenerationError:  # a user's class
         return value
     with contextlib.suppress(ValidationError):
@@ -406,6 +429,6 @@ def convert(name: str, value: Any, hint: Any) -> Any:
     try:
         return adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        raise ConfigError(f"{name} is {value!r}; {error.errors()[0]['msg'].lower()}") from None
+        raise describe(error, name) from None
     except TypeError as error:
-        raise ConfigError(f"{name} is {value!r}, which is no TOML value: {error}") from None
+        raise ConfigError(f"{name} is {value!r}, which TOML cannot hold: {error}") from None

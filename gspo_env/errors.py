@@ -6,7 +6,11 @@ class GspoEnvError(Exception):
 
 
 class ConfigError(GspoEnvError, ValueError):
-    """A configuration value is invalid or unknown."""
+    """A configuration value is invalid or unknown; each argument is one fault."""
+
+    def __str__(self) -> str:
+        """Returns all faults as one sentence."""
+        return "; ".join(map(str, self.args))
 
 
 class EnvironmentContractError(GspoEnvError, ValueError):

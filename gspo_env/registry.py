@@ -1,7 +1,7 @@
 """Finds choices by name: built-in, from an installed plugin, or a class in a user's file.
 
-A choice is a frozen dataclass with its own settings: an estimator (kind `advantage`), a branching,
-a compaction, a curriculum, a loss, an engine, a tracker or a recipe. Configs hold
+A choice is a frozen dataclass with its own settings: an estimator (kind `advantage`), a rule of
+branching, a compaction, a curriculum, a loss, an engine, a tracker or a recipe. Configs hold
 instances; files and flags name them.
 """
 
@@ -12,24 +12,20 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
-import numbers
-import operator
 import os
 import sys
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from annotated_types import BaseMetadata, GroupedMetadata
-
 from gspo_env.errors import ConfigError
 
 BUILTIN: dict[str, dict[str, str]] = {
     "advantage": {
+        "branch_baseline": "gspo_env.credit.branches:BranchBaseline",
         "distillation": "gspo_env.training.distillation:Distillation",
         "gigpo": "gspo_env.credit.estimators:GiGPO",
         "group_gae": "gspo_env.credit.estimators:GroupGAE",
@@ -39,14 +35,15 @@ BUILTIN: dict[str, dict[str, str]] = {
         "turn_plus_outcome": "gspo_env.credit.estimators:TurnPlusOutcome",
     },
     "branching": {
-        "none": "gspo_env.rollout.collector:RolloutPlugin",
+        "none": "gspo_env.rollout.collector:PlainEpisodes",
+        "every": "gspo_env.rollout.branching:EveryTurn",
     },
     "compaction": {
-        "none": "gspo_env.rollout.collector:RolloutPlugin",
+        "none": "gspo_env.rollout.collector:PlainEpisodes",
         "summary": "gspo_env.rollout.compaction:Summary",
     },
     "curriculum": {
-        "none": "gspo_env.training.curriculum:Curriculum",
+        "none": "gspo_env.training.curriculum:NoCurriculum",
         "ladder": "gspo_env.training.pool:Ladder",
         "pool": "gspo_env.training.pool:Pool",
     },
@@ -81,15 +78,17 @@ BUILTIN: dict[str, dict[str, str]] = {
 }
 """Each kind's choices by name, as import strings."""
 
-_BASES = {
-    "advantage": "gspo_env.credit:Estimator",
-    "branching": "gspo_env.rollout:RolloutPlugin",
-    "compaction": "gspo_env.rollout:RolloutPlugin",
-    "curriculum": "gspo_env.training:Curriculum",
+_METHODS = {
+    "advantage": "advantages",
+    "branching": "wrap",
+    "compaction": "wrap",
+    "curriculum": "options",
+    "engine": "start",
+    "loss": "compute",
+    "recipe": "build",
+    "tracker": "start",
 }
-"""The base class of a kind's choices."""
-_METHODS = {"engine": "start", "loss": "compute", "recipe": "build", "tracker": "start"}
-"""The one method of the kinds without a base class."""
+"""The one method of each kind."""
 _NAMES: dict[type, str] = {}
 
 
@@ -107,7 +106,7 @@ def find(kind: str, name: str) -> type[Any]:
         name: A built-in name, a plugin's, `module:Class` or `path/to/file.py:Class`.
 
     Raises:
-        ConfigError: Nothing has that name, or it is not a dataclass of the kind's base class.
+        ConfigError: Nothing has that name, or it is not a dataclass.
     """
     place = BUILTIN[kind].get(name) or (name if ":" in name else _plugins(kind).get(name))
     if kind == "tracker" and "," in name:
@@ -126,12 +125,7 @@ def find(kind: str, name: str) -> type[Any]:
         )
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ConfigError(f"{kind} is {name!r}; expected the name of a dataclass")
-    if base := _BASES.get(kind):
-        if not issubclass(cls, load_function(base, kind)):  # type: ignore[arg-type]
-            raise ConfigError(
-                f"{kind} is {name!r}; expected a subclass of {base.replace(':', '.')}"
-            )
-    elif not callable(getattr(cls, _METHODS[kind], None)):
+    if not callable(getattr(cls, _METHODS[kind], None)):
         raise ConfigError(f"{kind} is {name!r}; expected a class with a method {_METHODS[kind]!r}")
     _NAMES[cls] = name
     return cls
@@ -223,82 +217,3 @@ def _execute(name: str, path: Path, source: bytes) -> None:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ImportError(f"{path.name} raised {type(error).__name__}: {error}") from error
-
-
-def check_values(config: object) -> None:
-    """Rejects values that the annotations of a settings' fields do not allow.
-
-    A field has the values that its `Literal` lists, or numbers within bounds of `annotated_types`.
-    Numbers with bounds have to be finite.
-
-    Raises:
-        ConfigError: The message names the field, its value and what is allowed.
-
-    Example:
-        @dataclass(frozen=True, kw_only=True, slots=True)
-        class Settings:
-            tasks: Annotated[int, Ge(1)] = 16
-            gamma: Annotated[float, Interval(ge=0, le=1)] = 1.0
-    """
-    for name, (allows, expected) in _rules(type(config)).items():  # type: ignore[arg-type]
-        if not allows(value := getattr(config, name)):
-            raise ConfigError(f"{name} is {value!r:.100}; expected {expected}")
-
-
-class CheckedSettings:
-    """A base of settings that says what is wrong with a value; see `check_values`."""
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        """Rejects invalid values."""
-        check_values(self)
-
-
-_Rule = tuple[Callable[[Any], bool], str]
-"""Whether a value is allowed, and a description of those that are."""
-_WORDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
-
-
-@cache
-def _rules(cls: type) -> dict[str, _Rule]:
-    """Returns the rules by field; a subclass that only changes a default keeps the rule."""
-    rules: dict[str, _Rule] = {}
-    for base in reversed(cls.__mro__):
-        for name, hint in typing.get_type_hints(base, include_extras=True).items():
-            if typing.get_origin(hint) is typing.Literal:
-                listed = typing.get_args(hint)
-                rules[name] = listed.__contains__, f"one of {listed}"
-            elif typing.get_origin(hint) is typing.Annotated:
-                kind, *marks = typing.get_args(hint)
-                if bounds := [m for m in marks if isinstance(m, BaseMetadata | GroupedMetadata)]:
-                    rules[name] = _within(kind, bounds)
-    return rules
-
-
-def _within(kind: type, bounds: Sequence[Any]) -> _Rule:
-    """Returns the rule of a number within bounds."""
-    ends = {
-        word: end
-        for bound in bounds
-        for word in _WORDS
-        if (end := getattr(bound, word, None)) is not None
-    }
-    number = numbers.Integral if kind is int else numbers.Real
-
-    largest: Any = 2**63 - 1 if kind is int else sys.float_info.max
-
-    def allows(value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, number):
-            return False
-        value = value.item() if hasattr(value, "item") else value  # NumPy would warn
-        if not -largest <= value <= largest:  # also for NaN
-            return False
-        return all(getattr(operator, word)(value, end) for word, end in ends.items())
-
-    what = "an integer" if kind is int else "a number"
-    if len(ends) == 2:
-        opening, closing = "[" if "ge" in ends else "(", "]" if "le" in ends else ")"
-        return allows, f"{what} in {opening}{min(ends.values())}, {max(ends.values())}{closing}"
-    what = what if kind is int else "a finite number"
-    return allows, " ".join([what, *(f"{_WORDS[word]} {end}" for word, end in ends.items())])

@@ -324,7 +324,7 @@ def _untrusted_arguments(
     with contextlib.suppress(ConfigError):  # an extra is missing
         loaded: Any = load_function(cls, "class") if isinstance(cls, str) else cls
         if loaded is not None:
-            parameters = inspect.signature(loaded.__init__).parameters.items()
+            parameters = inspect.signature(loaded).parameters.items()
             defaults = {name: parameter.default for name, parameter in parameters}
             hints = typing.get_type_hints(loaded if is_dataclass(loaded) else loaded.__init__)
     for name, value in arguments.items():

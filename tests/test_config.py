@@ -52,18 +52,17 @@ def test_a_users_class_is_a_choice_by_file(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(
         "from dataclasses import dataclass\n"
-        "from gspo_env.credit import Estimator\n"
         "@dataclass(frozen=True)\n"
-        "class Own(Estimator):\n"
+        "class Own:\n"
         "    weight: float = 1.0\n"
         "    def advantages(self, group): ...\n"
         "@dataclass(frozen=True)\n"
-        "class Needy(Estimator):\n"
+        "class Needy:\n"
         "    weight: float\n"
         "    def advantages(self, group): ...\n"
         "class Plain: ...\n"
         "@dataclass(frozen=True)\n"
-        "class Raises(Estimator):\n"
+        "class Raises:\n"
         "    def __post_init__(self): raise RuntimeError('boom')\n"
         "    def advantages(self, group): ...\n"
         "@dataclass(frozen=True)\n"
@@ -77,7 +76,7 @@ def test_a_users_class_is_a_choice_by_file(tmp_path):
         from_dict({"advantage": f"{file}:Needy"})
     with pytest.raises(ConfigError, match=r"Raises' cannot be made with its defaults: .*boom"):
         from_dict({"advantage": f"{file}:Raises"})
-    with pytest.raises(ConfigError, match=r"expected a subclass of gspo_env\.credit\.Estimator"):
+    with pytest.raises(ConfigError, match="expected a class with a method 'advantages'"):
         from_dict({"advantage": f"{file}:Idle"})
     with pytest.raises(ConfigError, match="expected the name of a dataclass"):
         from_dict({"advantage": f"{file}:Plain"})
@@ -90,9 +89,8 @@ def test_a_users_settings_may_have_any_type_that_toml_can_say(tmp_path):
     file.write_text(
         "from dataclasses import dataclass\n"
         "from pathlib import Path\n"
-        "from gspo_env.credit import Estimator\n"
         "@dataclass(frozen=True)\n"
-        "class Odd(Estimator):\n"
+        "class Odd:\n"
         "    levels: tuple[int, ...] = ()\n"
         "    where: Path = Path('here')\n"
         "    maybe: float | None = None\n"
@@ -104,7 +102,7 @@ def test_a_users_settings_may_have_any_type_that_toml_can_say(tmp_path):
         (tmp_path / "c.toml").write_text(to_toml(config))
         assert load_toml(tmp_path / "c.toml") == config
     assert from_dict({"advantage": table}).advantage.where == Path("there")
-    with pytest.raises(ConfigError, match=r"levels is 'x'; input should be a valid"):
+    with pytest.raises(ConfigError, match=r"levels is 'x'; expected a valid"):
         from_dict({"advantage": {"name": f"{file}:Odd", "levels": "x"}})
 
 
@@ -134,7 +132,7 @@ def test_python_takes_the_names_of_flags_and_dictionaries_as_sections():
     [
         (lambda: Config.from_recipe(lora_rnk=8), "'lora_rnk'; perhaps you mean learner.lora_rank"),
         (lambda: Config(learner={"lora_rnk": 8}), "unknown field learner.'lora_rnk'"),
-        (lambda: Config(rollout={"group_size": "8"}), "rollout.group_size is '8'; input should be"),
+        (lambda: Config(rollout={"group_size": "8"}), "rollout.group_size is '8'; expected"),
         (lambda: Config(rollout=8), "rollout is 8; expected a table"),
     ],
 )
@@ -148,8 +146,8 @@ def test_python_refuses_a_setting_by_name(make, words):
     [
         ("stepz = 3", "unknown field 'stepz'; expected one of: steps"),
         ("[learner]\nlearning_rates = 1", "unknown field learner.'learning_rates'.*learning_rate"),
-        ("steps = -1", "steps is -1; expected an integer of at least 0"),
-        ("seed = 1e3", "seed is 1000.0; input should be a valid integer"),
+        ("steps = -1", "steps is -1; expected a number greater than or equal to 0"),
+        ("seed = 1e3", "seed is 1000.0; expected a valid integer"),
         ("engine = 'magic'", "engine is 'magic'; expected one of: transformers, vllm"),
         ("learner = 3", "learner is 3; expected a table"),
         ("[rollout]\nmax_turn_tokens = 512", "max_turn_tokens is 512; expected less"),
@@ -169,6 +167,9 @@ def test_a_file_that_does_not_fit_is_refused_by_name(tmp_path, text, words):
 @pytest.mark.parametrize("name", [name for name in REMOVED if "called" not in REMOVED[name]])
 def test_what_is_gone_names_what_serves_instead(capsys, name):
     section, _, last = name.rpartition(".")
+    if section == "command":
+        assert REMOVED[name] in refused(capsys, last)
+        return
     command, flag = (section, last) if section in COMMANDS else ("train", name)
     assert REMOVED[name] in refused(capsys, command, f"--{flag.replace('_', '-')}", "1")
     if section not in COMMANDS:

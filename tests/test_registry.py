@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
+import pickle
 import typing
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
@@ -13,14 +13,14 @@ from support.jails import run_python
 
 from gspo_env.config import Config
 from gspo_env.errors import ConfigError
-from gspo_env.registry import BUILTIN, _plugins, check_values, find, name_of, names
+from gspo_env.registry import BUILTIN, _plugins, find, name_of, names
+from gspo_env.settings import settings
 
 PLUGIN = """
 from dataclasses import dataclass
-from gspo_env.credit import Estimator
 
 @dataclass(frozen=True)
-class Flat(Estimator):
+class Flat:
     level: float = 1.0
     def advantages(self, group):
         return [[self.level] * len(e.turns) for e in group.episodes]
@@ -79,34 +79,37 @@ def test_neither_environments_nor_what_reads_runs_load_a_heavy_library():
     assert done.stdout.strip().endswith(" set()"), done.stderr
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Settings:
     count: Annotated[int, Ge(1)] = 1
     share: Annotated[float, Interval(ge=0, lt=1)] = 0.5
     size: Annotated[float, Gt(0)] = 1.0
     kind: Literal["a", "b"] = "a"
+    maybe: Annotated[float, Gt(0)] | None = None
 
 
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("count", 0, "an integer of at least 1"),
-        ("count", 1e3, "an integer of at least 1"),
-        ("count", True, "an integer of at least 1"),
-        ("count", "many", "an integer of at least 1"),
-        ("share", 1.0, "a number in [0, 1)"),
-        ("share", math.nan, "a number in [0, 1)"),
-        ("size", 0, "a finite number above 0"),
-        ("size", math.inf, "a finite number above 0"),
-        ("size", 10**309, "a finite number above 0"),
-        ("count", 10**19, "an integer of at least 1"),
-        ("kind", "c", "one of ('a', 'b')"),
+        ("count", 0, "expected a number greater than or equal to 1"),
+        ("count", 1e3, "expected a valid integer"),
+        ("count", True, "expected a valid integer"),
+        ("count", "many", "expected a valid integer"),
+        ("share", 1.0, "expected a number less than 1"),
+        ("share", math.nan, "expected a finite number"),
+        ("size", 0, "expected a number greater than 0"),
+        ("size", math.inf, "expected a finite number"),
+        ("size", 10**309, "expected at most 9223372036854775807"),
+        ("count", 10**19, "expected at most 9223372036854775807"),
+        ("kind", "c", "expected 'a' or 'b'"),
+        ("maybe", 0, "expected a number greater than 0"),
+        ("colour", "red", "unexpected keyword argument"),
     ],
 )
 def test_a_value_outside_of_its_annotation_is_named_with_what_is_allowed(field, value, allowed):
     with pytest.raises(ConfigError) as caught:
-        check_values(Settings(**{field: value}))
-    assert str(caught.value) == f"{field} is {value!r:.100}; expected {allowed}"
+        Settings(**{field: value})
+    assert str(caught.value) == f"{field} is {value!r:.100}; {allowed}"
 
 
 SECTIONS = [Config, *(type(getattr(Config(), f.name)) for f in dataclasses.fields(Config))]
@@ -125,4 +128,6 @@ def test_every_setting_with_bounds_or_a_list_of_values_is_checked(cls):
 
 @pytest.mark.filterwarnings("error")
 def test_numbers_of_numpy_and_whole_numbers_are_taken():
-    check_values(Settings(count=np.int64(3), share=np.float32(0.25), size=2))
+    taken = Settings(count=np.int64(3), share=np.float32(0.25), size=2)
+    assert dataclasses.astuple(taken) == (3, 0.25, 2.0, "a", None)
+    assert pickle.loads(pickle.dumps(taken)) == dataclasses.replace(Settings(), **vars(taken))

@@ -9,14 +9,15 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
 from gspo_env.errors import ConfigError
-from gspo_env.registry import check_values, load_function
+from gspo_env.registry import load_function
+from gspo_env.settings import settings
 
 if TYPE_CHECKING:
     from gspo_env.env.tools import Tool
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Capture:
     """Record conversations of an environment or a program, as JSON lines to imitate."""
 
@@ -120,7 +121,6 @@ class Capture:
                 f"temperature is {self.temperature}, and a scripted agent samples nothing; "
                 "expected none"
             )
-        check_values(self)
         check_new_file(self.out)
         if self.env:
             return self.env_kwargs

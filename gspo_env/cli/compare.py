@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any
 
 import tyro
@@ -13,9 +13,10 @@ import tyro
 from gspo_env.cli.options import Run
 from gspo_env.errors import TrainingError
 from gspo_env.redaction import visible
+from gspo_env.settings import settings
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Compare(Run):
     """Compare settings over paired seeds.
 

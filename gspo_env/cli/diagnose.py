@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 import tyro
 
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import visible
+from gspo_env.settings import settings
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Diagnose:
     """Explain why a run does not learn, and which settings to try."""
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import psutil
 import tyro
 
+from gspo_env.settings import settings
+
 _LEAST_GIB = 3.0
 """Memory that vLLM needs on a CPU with a tiny model and 1 GiB of cache."""
 
@@ -24,7 +26,7 @@ class Finding:
     ok: bool = True
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Doctor:
     """Check this machine and, if one is named, a model."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from gspo_env.settings import settings
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@settings
 class Envs:
     """List the environments, or check one."""
 
@@ -34,6 +36,7 @@ class Envs:
                     "Success: every outcome above 0, because the last `info` has no `success`; "
                     "give it if partial outcomes are no success."
                 )
+            print(f"Branching: {report.branches}.")
             if report.demonstrated:
                 print(
                     f"Demonstrator: {sum(report.demonstrated)} of {len(report.demonstrated)} "

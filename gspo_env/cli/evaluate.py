@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -13,15 +13,15 @@ from annotated_types import Ge, Interval
 
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import visible
-from gspo_env.registry import check_values
 from gspo_env.seeding import SEEDS
+from gspo_env.settings import settings
 from gspo_env.types import Group
 
 if TYPE_CHECKING:
     from gspo_env.training.split import Split
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Evaluate:
     """Play the tasks of an evaluation with a trained folder, a hub model or a scripted agent."""
 
@@ -55,7 +55,6 @@ class Evaluate:
         from gspo_env import __version__
         from gspo_env.env.registration import load_agent
 
-        check_values(self)
         if bool(self.model) == bool(self.folder):
             raise ConfigError(
                 f"model is {self.model!r} and the folder is {self.folder!r}; expected one: a "

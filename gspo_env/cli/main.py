@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import difflib
 import errno
 import io
@@ -11,9 +10,7 @@ import itertools
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import tyro
@@ -38,8 +35,6 @@ COMMANDS = {
 }
 
 
-_KINDS = {"INT": "an integer", "FLOAT": "a number", "{None}|FLOAT": "a number", "STR": "a text"}
-"""What tyro calls the types of values, in words."""
 _WITHOUT_FILE = {
     errno.EPIPE: "",  # the reader of the output has closed it
     errno.ENOSPC: "the output cannot be written, since no space is left",
@@ -96,7 +91,7 @@ def parse(arguments: Sequence[str]) -> Any:
         ConfigError: A file, a choice or a flag is unknown or invalid.
         SystemExit: Help was printed.
     """
-    from gspo_env.cli.options import PRIMITIVES, Run, prepare
+    from gspo_env.cli.options import PRIMITIVES, Run, prepare, read_options
     from gspo_env.renamed import instead_of
 
     name, *rest = arguments
@@ -121,63 +116,10 @@ def parse(arguments: Sequence[str]) -> Any:
     default = command()
     if issubclass(command, Run):
         default, rest = prepare(command, rest)
-    with _on_parse_error(partial(_refuse, command, name, rest)):
-        return tyro.cli(
-            command, args=rest, default=default, prog=f"gspo-env {name}", registry=PRIMITIVES
-        )
-
-
-def _on_parse_error(hook: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Calls a function with what tyro refuses, before tyro draws a box."""
-    try:
-        from tyro._errors import on_parse_error
-    except ImportError:  # it may move: then tyro's box is what a person sees
-        return nullcontext()
-    return on_parse_error(hook)
-
-
-def _refuse(command: type[Any], name: str, texts: Sequence[str], event: Any) -> None:
-    """Raises what tyro refuses, as one sentence.
-
-    Args:
-        command: The options of the command.
-        name: The command.
-        texts: The arguments that tyro has read.
-        event: What tyro says about them.
-
-    Raises:
-        ConfigError: Always, unless it is of a kind that no command has.
-    """
-    if words := getattr(event, "tokens", ()):
-        flags = [f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(command)]
-        flag = words[0].partition("=")[0]
-        near = difflib.get_close_matches(flag, flags, n=1)
-        hint = f"perhaps you mean {near[0]}" if near else f"`gspo-env {name} --help` lists all"
-        if flag in near:  # a place, which has the name of its field
-            hint = f"expected `gspo-env {name} {flag[2:].upper()}`"
-        if words[0].startswith("-"):
-            raise ConfigError(f"there is no option {words[0]}; {hint}")
-        shown = " ".join(words)
-        usage = f"expected `gspo-env envs --check {shown}`" if name == "envs" else hint
-        raise ConfigError(f"{shown!r} belongs to no option; {usage}")
-    if (argument := getattr(event, "argument", None)) is None:
-        return
-    (flag, *_), kind = argument.lowered.name_or_flags, argument.lowered.metavar
-    if argument.field.type == dict[str, Any]:
-        raise ConfigError(f"{flag}: {event.message}")
-    pairs = itertools.pairwise([*texts, ""])
-    values = [
-        b if a == flag else a[len(flag) + 1 :] for a, b in pairs if f"{a}=".startswith(f"{flag}=")
-    ]
-    value = "".join(values[-1:])
-    allowed = getattr(event, "choices", ())
-    kind = f"one of {', '.join(filter(None, allowed))}" if allowed else _KINDS.get(kind, kind)
-    is_missing = not value or value.startswith("--")
-    if flag == "--check" and is_missing and texts[0] != flag:
-        kind = f"`gspo-env {name} --check {texts[0]}`"
-    raise ConfigError(
-        f"{flag} {'has no value' if is_missing else f'is {value!r}'}; expected {kind}"
-    )
+    if {"-h", "--help"} & set(rest):
+        prog = f"gspo-env {name}"
+        tyro.cli(command, args=["--help"], default=default, prog=prog, registry=PRIMITIVES)
+    return read_options(name, default, rest)
 
 
 def _load(command: str) -> type[Any]:

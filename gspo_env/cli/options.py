@@ -5,24 +5,38 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import difflib
 import functools
 import json
 import logging
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field
+from typing import Annotated, Any, NoReturn, TypeVar, get_args
 
 import tyro
 
-from gspo_env.config import Config, convert, from_dict, nested, override, resolve
+from gspo_env.config import (
+    Config,
+    convert,
+    from_dict,
+    nested,
+    override,
+    read_toml,
+    resolve,
+    type_hint,
+)
 from gspo_env.env.registration import add_kwargs, format_env
 from gspo_env.errors import ConfigError
+from gspo_env.given_file import read_given
 from gspo_env.recipes.base import Recipe
-from gspo_env.registry import BUILTIN, find, load_function, name_of, names
+from gspo_env.registry import BUILTIN, find, name_of, names
+from gspo_env.settings import settings
 from gspo_env.trust import read_saved
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_MOST_BYTES, _MOST_FAULTS = 1 << 20, 20
 
 PRIMITIVES = tyro.constructors.ConstructorRegistry()
 """Teaches tyro to read dictionaries as KEY=VALUE."""
@@ -46,7 +60,7 @@ def _pair(text: str) -> tuple[str, Any]:
     if not equals:
         raise ConfigError(f"{text!r} is not KEY=VALUE, such as hops=4")
     if isinstance(literal(value), str) and value[:1] in ("[", "{"):
-        raise ConfigError(f"{text!r} is no JSON value; put texts inside it into double quotes")
+        raise ConfigError(f"{text!r} is not a JSON value; put texts inside it into double quotes")
     return key, literal(value)
 
 
@@ -67,7 +81,7 @@ def _names(kind: str) -> Any:
     return tyro.conf.arg(metavar=f"{{{','.join(names(kind))}}}|FILE.py:CLASS")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Choices:
     """A config file, and classes by name; the settings of each class are options too."""
 
@@ -84,14 +98,14 @@ class Choices:
     tracker: Annotated[str, _names("tracker")] = ""
     """Where metrics are recorded; separate several with commas."""
     branching: Annotated[str, _names("branching")] = ""
-    """A plug-in of yours that plays the groups of training in another way."""
+    """Selects the turns from which episodes are continued several times."""
     compaction: Annotated[str, _names("compaction")] = ""
     """What the policy does with a conversation that outgrows the context."""
     curriculum: Annotated[str, _names("curriculum")] = ""
     """Chooses the options of the environment's `reset` by the results so far."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Run:
     """The options of a command that takes the config of a run."""
 
@@ -146,6 +160,8 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     sources = ("config", "resume", "model")
     choices = {n: _text(n, flags.pop(n)) for n in (*sources, *BUILTIN) if n in flags}
     file, resume, model = (choices.pop(name, "") for name in sources)
+    for kind in BUILTIN & choices.keys():  # before the file, which is not to blame for a flag
+        find(kind, choices[kind])
     if file and resume:
         raise ConfigError("--config and --resume are given; expected one of them")
     named = {name: value for name, value in (("env", env), ("model", model)) if value}
@@ -158,7 +174,7 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
         tree = command.saved(resume, choices | {"env_kwargs": env_kwargs, "model": model}, env)
         config, table = from_dict(tree | named), {"resume": resume}
     elif file:
-        config, table = load_function("gspo_env.cli.config_file:read_config", "config")(file, read)
+        config, table = _read_file(file, read)
     else:
         config, table = read({})
     env_kwargs = add_kwargs(config.env_kwargs, env_kwargs, config.env)
@@ -170,6 +186,18 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     config = override(config, nested({p: _value(config, p, t) for p, t in paths.items()}))
     shown = {kind: name_of(kind, getattr(config, kind)) for kind in BUILTIN}
     return command(choices=Choices(config=file, **shown), settings=config, **table), options
+
+
+def _read_file(file: str, read: Callable[[dict[str, Any]], T]) -> T:
+    """Reads a config file; the error lists all of its faults."""
+    tree = read_toml(file, functools.partial(read_given, max_bytes=_MOST_BYTES))
+    try:
+        return read(tree)
+    except ConfigError as error:
+        if len(faults := error.args) == 1:
+            raise ConfigError(f"{file}: {error}") from None
+        listed = "".join(f"\n  {fault}" for fault in faults[:_MOST_FAULTS])
+        raise ConfigError(f"{file} has {len(faults)} faults:{listed}") from None
 
 
 def _split(command: type[Run], arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -239,22 +267,80 @@ def _base(
     return override(config, tree | {"env_kwargs": config.env_kwargs})
 
 
-def _value(config: Config, path: str, texts: list[str]) -> Any:
+def read_options(name: str, command: T, arguments: Sequence[str]) -> T:
+    """Sets the options of a command.
+
+    Args:
+        name: Its name.
+        command: It, with the default of each option.
+        arguments: Flags with their values, and the words that need no flag.
+
+    Raises:
+        ConfigError: An option is unknown or its value is invalid.
+    """
+    defaults = {f.name: getattr(command, f.name) for f in dataclasses.fields(command)}  # type: ignore[arg-type]
+    marks = {option: get_args(type_hint(command, option)) for option in defaults}
+    place = next((option for option in marks if tyro.conf.Positional in marks[option]), "")
+    several = {option for option, value in defaults.items() if isinstance(value, tuple | dict)}
+    texts = defaultdict[str, list[str]](list)
+    words = deque(arguments)
+    while words:
+        flag, equals, value = (word := words.popleft()).partition("=")
+        option = flag[2:].replace("-", "_") if flag.startswith("--") else ""
+        default = defaults.get(option.removeprefix("no_"))
+        if not word.startswith("-") and (place in several or (place and place not in texts)):
+            texts[place].append(word)
+        elif isinstance(default, bool) and (option in defaults or not equals):
+            off = ["false"] * (option not in defaults)
+            texts[option.removeprefix("no_")] = [value] if equals else off
+        elif option in defaults and option != place and tyro.conf.Suppress not in marks[option]:
+            taken = [value] if equals else _take(words, several=option in several)
+            texts[option] = (texts[option] if option in several else []) + taken
+        else:
+            raise ConfigError(_unknown(name, word, place, defaults))
+    values = {option: _value(command, option, found) for option, found in texts.items()}
+    return dataclasses.replace(command, **values)  # type: ignore[type-var]
+
+
+def _take(words: deque[str], *, several: bool) -> list[str]:
+    """Removes the values of a flag from the words behind it."""
+    taken: list[str] = []
+    while words and not words[0].startswith("--") and (several or not taken):
+        taken.append(words.popleft())
+    return taken
+
+
+def _unknown(name: str, word: str, place: str, options: Iterable[str]) -> str:
+    """Returns the sentence about a word that is neither an option nor the value of one."""
+    flags = [f"--{option.replace('_', '-')}" for option in options]
+    flag = word.partition("=")[0]
+    near = difflib.get_close_matches(flag, flags, n=1)
+    hint = f"perhaps you mean {near[0]}" if near else f"`gspo-env {name} --help` lists all"
+    if flag == f"--{place}":
+        hint = f"expected `gspo-env {name} {place.upper()}`"
+    if word.startswith("-"):
+        return f"there is no option {word}; {hint}"
+    hint = f"expected `gspo-env envs --check {word}`" if name == "envs" else hint
+    return f"{word!r} belongs to no option; {hint}"
+
+
+def _value(settings: Any, path: str, texts: list[str]) -> Any:
     """Converts the values of a flag to the type of its setting."""
     *sections, name = path.split(".")
-    section = functools.reduce(getattr, sections, config)
-    hint = get_type_hints(type(section))[name]
-    if isinstance(getattr(section, name), bool) and not texts:
+    section = functools.reduce(getattr, sections, settings)
+    hint, default = type_hint(section, name), getattr(section, name)
+    if isinstance(default, bool) and not texts:
         return True
-    if get_origin(hint) is dict:
+    if isinstance(default, dict):
         return dict(map(_pair, texts))
-    value: Any = texts if get_origin(hint) is tuple else _text(path, texts)
-    parsed = list(map(literal, texts)) if value is texts else literal(value)
     flag = f"--{path.replace('_', '-')}"
-    if hint not in (str, tuple[str, ...]):
+    value: Any = texts if isinstance(default, tuple) else _text(path, texts)
+    try:
+        return convert(flag, list(map(literal, texts)) if value is texts else literal(value), hint)
+    except ConfigError:
         with contextlib.suppress(ConfigError):
-            return convert(flag, parsed, hint)
-    return convert(flag, value, hint)
+            return convert(flag, value, hint)  # a text that reads like a number
+        raise
 
 
 def _with_score_of_file(
@@ -267,7 +353,7 @@ def _with_score_of_file(
     score = config.credit.score
     if score == "auto":
         return config
-    if is_estimator_chosen and not config.advantage.uses_score:
+    if is_estimator_chosen and not getattr(config.advantage, "uses_score", True):
         return override(config, {"credit": {"score": "auto"}})
     if file and env:
         logger.warning(

@@ -8,7 +8,7 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -17,8 +17,8 @@ from annotated_types import Ge, Interval
 from gspo_env.engines.base import Completion, Engine, NamedTensors, Sampling
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import visible
-from gspo_env.registry import check_values
 from gspo_env.seeding import SEEDS
+from gspo_env.settings import settings
 
 if TYPE_CHECKING:
     from gspo_env.chat import ChatTokenizer
@@ -36,7 +36,7 @@ _MODEL_HELP = """Press Enter to let the model act, or take over the turn.
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Play:
     """Play an episode by hand, or watch a model play it and take over any turn."""
 
@@ -61,7 +61,6 @@ class Play:
         from gspo_env.rollout.play import play_now
         from gspo_env.types import Task
 
-        check_values(self)
         if self.temperature is not None and not 0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature is {self.temperature}; expected a number of at least 0")
         if isinstance(sys.stdin, io.TextIOWrapper):

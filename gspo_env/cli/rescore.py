@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,14 @@ import tyro
 from gspo_env.cli.capture import check_new_file
 from gspo_env.errors import ConfigError
 from gspo_env.registry import load_function
+from gspo_env.settings import settings
 
 if TYPE_CHECKING:
     from gspo_env.episodes import EpisodeRecord
     from gspo_env.types import Episode, Group
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Rescore:
     """Score the kept episodes of a run with other rewards, without playing."""
 

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,8 +17,8 @@ import tyro
 from annotated_types import Ge, Interval
 
 from gspo_env.errors import ConfigError
-from gspo_env.registry import check_values
 from gspo_env.seeding import SEEDS
+from gspo_env.settings import settings
 
 if TYPE_CHECKING:
     from gspo_env.config import Config
@@ -34,11 +34,11 @@ _TRY = (
 _TAKEN = ("rollout", "engine", "model_dtype", "rewritten_history")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Serve:
     """Answer programs with the model of a run: OpenAI's and Anthropic's chat APIs on a port."""
 
-    model: Annotated[str, tyro.conf.Positional] = ""
+    model: tyro.conf.Positional[str] = ""
     """A run's folder, a model's folder or a hub id."""
     host: str = "127.0.0.1"
     """The address to listen on; others than this machine's own need a key."""
@@ -76,8 +76,7 @@ class Serve:
             )
         if not self.model:
             raise ConfigError("the model is ''; expected the folder of a run or a hub id")
-        check_values(self)
-        config = settings(self)
+        config = policy_config(self)
         open_server = partial(PolicyServer, self.host, self.port, log=True)
         open_server().close()  # a port in use is refused before the model loads
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
@@ -106,7 +105,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def settings(options: Serve) -> Config:
+def policy_config(options: Serve) -> Config:
     """Returns the settings of a run, read as data, with those of the options.
 
     Only those that sampling needs are taken.

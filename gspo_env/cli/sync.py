@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
 from gspo_env.errors import ConfigError, OutputError, TrackingError
 from gspo_env.files import check_folder
+from gspo_env.settings import settings
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Sync:
     """Send to MLflow what a run recorded while its tracking server was away."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ from gspo_env import __version__
 from gspo_env.cli.options import Run
 from gspo_env.redaction import visible
 from gspo_env.registry import load_function
+from gspo_env.settings import settings
 from gspo_env.trust import check_model, find_saved
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Train(Run):
     """Train a policy with GSPO on a text environment."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import webbrowser
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +11,10 @@ from annotated_types import Ge
 
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.redaction import visible
-from gspo_env.registry import check_values
+from gspo_env.settings import settings
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class View:
     """Show the metrics and the episodes of a run in the browser."""
 
@@ -35,7 +34,6 @@ class View:
 
         if not self.folder:
             raise ConfigError("folder is ''; expected the folder of a run, such as runs/NAME")
-        check_values(self)
         out = Path(self.out or Path(self.folder, PAGE))
         try:
             page = write_page(Run.open(self.folder), out, most_mb=self.mb)

@@ -14,8 +14,8 @@ from annotated_types import Ge
 from gspo_env.config import Config, check_estimator, convert, override, resolve, to_dict
 from gspo_env.env.registration import label
 from gspo_env.errors import ConfigError
-from gspo_env.registry import check_values
 from gspo_env.renamed import instead_of
+from gspo_env.settings import settings
 
 _PROBLEM = ("env", "env_kwargs", "eval_tasks", "seed", "output", "tracker")
 """Fields that no arm may change: they decide the tasks, or the comparison sets them."""
@@ -34,7 +34,7 @@ class Arm:
     """Its place in the grid: one value for each axis; empty outside of it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Comparison:
     """The problems, arms and seeds to compare."""
 
@@ -57,7 +57,6 @@ class Comparison:
         """Rejects arms that cannot be compared."""
         names = [arm.name for arm in self.arms]
         twice = next((n for n in names if names.count(n) > 1), None)
-        check_values(self)
         for problem in self.problems.values():
             for arm in self.arms:
                 _refuse_other_tasks(problem, arm)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_env.errors import EngineError
 from gspo_env.registry import load_function
+from gspo_env.settings import settings
 from gspo_env.types import VersionRuns
 
 if TYPE_CHECKING:
@@ -111,6 +112,9 @@ class Engine:
         """Samples one action with one of several `copies`, counted from 0."""
         return await self.generate(prompt_ids, sampling)
 
+    def fork(self, session: str, source: str) -> None:
+        """Lets a new session begin with what another one has cached; optional."""
+
     def release(self, session: str) -> None:
         """Drops the cache of a session."""
 
@@ -139,7 +143,7 @@ class Engine:
         """Frees everything."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Transformers:
     """Continuous batching in this process, over the learner's own weights or a copy of them."""
 

@@ -19,7 +19,7 @@ from gspo_env.runtime.threads import attempt, foreign
 
 _DECLARATIONS = (
     *("gives_outcome", "outcome_if_cut", "credit_score", "num_tasks", "takes_cut_actions"),
-    *("max_turns", "max_calls_per_turn", "gives_reward", "rewards_by_agent"),
+    *("max_turns", "max_calls_per_turn", "gives_reward", "replays", "rewards_by_agent"),
 )
 """Attributes of an environment that are sent with each `reset`, besides its prompt."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from annotated_types import Ge, Interval
 
 from gspo_env.errors import BatchError, ConfigError
-from gspo_env.registry import check_values
+from gspo_env.settings import settings
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ class Loss(ABC):
         """Computes the loss of a microbatch."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class AggregationSettings:
     """How a loss reduces the objectives of tokens to one number."""
 
@@ -122,7 +122,7 @@ class AggregationSettings:
     aggregations ignore it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class ClipSettings(AggregationSettings):
     """The settings of the clipped policy loss."""
 
@@ -144,18 +144,17 @@ class ClipSettings(AggregationSettings):
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        check_values(self)
         high = 1 + self.clip_high
         if self.dual_clip and self.dual_clip <= high:
             raise ConfigError(f"dual_clip is {self.dual_clip!r}; expected 0 or above {high}")
         if self.ratio_mean and self.ratio_level == "token":
             raise ConfigError(
                 f"ratio_mean is {self.ratio_mean!r} with ratio_level 'token'; expected 0, because "
-                "the ratio of a token is no mean"
+                "a single token has no mean to take"
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class ClippedLoss(ClipSettings, Loss):
     """The clipped policy loss; see `gspo_env.learner.policy_loss`."""
 
@@ -165,14 +164,12 @@ class ClippedLoss(ClipSettings, Loss):
     correction: Literal["auto", "none", "truncated", "mask"] = "auto"
     """Importance weights for the train/inference mismatch; only with the trainer's pi_old. `auto`
     is `truncated` if `supply.max_staleness` is above 0, else `none`."""
-    correction_cap: float = 2.0
+    correction_cap: Annotated[float, Ge(1)] = 2.0
     """The largest correction weight C."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        ClipSettings.__post_init__(self)  # slots=True makes a new class, which breaks `super()`
-        if not self.correction_cap >= 1:
-            raise ConfigError(f"correction_cap is {self.correction_cap!r}; expected at least 1")
+        super().__post_init__()
         if self.resolved_correction != "none" and self.old_logprobs == "engine":
             raise ConfigError(
                 f"correction is {self.correction!r} with old_logprobs 'engine'; expected 'none', "
@@ -241,21 +238,21 @@ def decide_correction(loss: Any, max_staleness: int) -> Any:
     return replace(loss, correction="truncated" if stale else "none")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class GSPO(ClippedLoss):
     """Group sequence policy optimisation: one ratio an episode; arXiv 2507.18071."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class GRPO(ClippedLoss):
     """Group relative policy optimisation: one ratio a token; arXiv 2402.03300."""
 
     ratio_level: RatioLevel = "token"
-    clip_low: float = 0.2
-    clip_high: float = 0.27
+    clip_low: Annotated[float, Interval(ge=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Ge(0)] = 0.27
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class DrGRPO(GRPO):
     """GRPO whose loss is not divided by an episode's own length; arXiv 2503.20783."""
 

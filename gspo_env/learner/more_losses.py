@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Interval
 
 from gspo_env.learner.losses import (
     GRPO,
@@ -31,14 +30,14 @@ from gspo_env.learner.losses import (
     aggregate,
     wide_dtype,
 )
-from gspo_env.registry import CheckedSettings
+from gspo_env.settings import settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightedLoss(AggregationSettings, Loss, CheckedSettings):
+@settings
+class WeightedLoss(AggregationSettings, Loss):
     """Base class of the losses that weigh the policy gradient of each token."""
 
     aggregation: Aggregation = "token_mean"
@@ -63,7 +62,7 @@ class WeightedLoss(AggregationSettings, Loss, CheckedSettings):
         return ObjectiveOutput(loss=-mean, ratio=log_ratio_N.exp(), clipped=weight_N == 0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class SAPO(WeightedLoss):
     """Soft adaptive policy optimisation: a sigmoid gate instead of a clip.
 
@@ -92,7 +91,7 @@ class SAPO(WeightedLoss):
         return 4 * gate_N * (1 - gate_N) * ratio_N
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class CISPO(WeightedLoss):
     """Clipped importance-sampling weights: no token loses its gradient.
 
@@ -114,7 +113,7 @@ class CISPO(WeightedLoss):
         return log_ratio_N.exp().clamp(max=self.cap)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class VESPO(WeightedLoss):
     """Variational sequence-level soft policy optimisation: a soft weight of the whole episode.
 
@@ -151,7 +150,7 @@ class VESPO(WeightedLoss):
         return (k_N * log_w_N + lambda_N * (1 - log_w_N.exp())).exp()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class LUSPO(GSPO):
     """GSPO with the loss of each episode multiplied by its length, so that length is no bias.
 
@@ -168,11 +167,11 @@ class LUSPO(GSPO):
 
     aggregation: Aggregation = "token_sum"
     max_tokens: Annotated[int, Ge(1)] = 1
-    clip_low: float = 2e-3
-    clip_high: float = 2.5e-3
+    clip_low: Annotated[float, Interval(ge=0, lt=1)] = 2e-3
+    clip_high: Annotated[float, Ge(0)] = 2.5e-3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class IcePop(GRPO):
     """GRPO with a two-sided mask of tokens on which trainer and engine differ.
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from annotated_types import Ge, Gt
 
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.registry import check_values, load_function
+from gspo_env.registry import load_function
+from gspo_env.settings import settings
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
 """Optimisers by name."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class LearnerConfig:
     """The optimiser, and how a rollout batch is split."""
 
@@ -65,7 +65,6 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        check_values(self)
         if self.optimizer not in OPTIMIZERS and ":" not in self.optimizer:
             raise ConfigError(
                 f"optimizer is {self.optimizer!r}; expected one of {', '.join(OPTIMIZERS)}, or "

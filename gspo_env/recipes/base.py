@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from gspo_env.settings import settings
 
 if TYPE_CHECKING:
     from gspo_env.env.base import TextEnvironment
@@ -15,7 +16,7 @@ Show = Callable[[str, int, int], None]
 """Called with a phase and how many of how many parts of it are done."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Recipe:
     """No recipe: the neutral config, and a model that the config names."""
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Interval
 
 from gspo_env.errors import ConfigError
 from gspo_env.recipes.base import Recipe
-from gspo_env.registry import check_values
+from gspo_env.settings import settings
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Imitate(Recipe):
     """A given model imitates demonstrations first: with its LoRA adapter if it gets one."""
 
@@ -39,7 +38,6 @@ class Imitate(Recipe):
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        check_values(self)
         if self.conversations and self.teacher != "expert":
             raise ConfigError(
                 f"teacher is {self.teacher!r} and conversations {self.conversations!r}; expected "
@@ -56,7 +54,7 @@ class Imitate(Recipe):
         return bool(self.imitation_steps)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class SmolLM2(Imitate):
     """SmolLM2-135M-Instruct works out stories in words with a calculator, on two CPU cores.
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Interval
 
 from gspo_env.errors import ConfigError
 from gspo_env.recipes.base import Recipe, Show
-from gspo_env.registry import check_values, load_function
+from gspo_env.registry import load_function
+from gspo_env.settings import settings
 
 if TYPE_CHECKING:
     from gspo_env.env.base import TextEnvironment
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gspo_env.types import Episode
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Tiny(Recipe):
     """A tiny Qwen3, built for the environment and warmed up on imperfect demonstrations."""
 
@@ -62,7 +62,6 @@ class Tiny(Recipe):
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        check_values(self)
         if self.hidden_size % self.heads or self.hidden_size // self.heads % 2:
             raise ConfigError(
                 f"hidden_size is {self.hidden_size} with {self.heads} heads; "

@@ -17,15 +17,15 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Self
 
 import httpx2 as httpx
 from annotated_types import Ge, Gt
 
 from gspo_env.errors import ConfigError, ToolServerError
-from gspo_env.registry import check_values
 from gspo_env.runtime.processes import Guard
+from gspo_env.settings import settings
 
 _LATER = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses after which the same request may succeed."""
@@ -47,7 +47,7 @@ Usage = Counter[str]
 the cache included; `unparsable` answers; and the tokens that the answers report, by their names."""
 
 
-@dataclass(kw_only=True)
+@settings(frozen=False)
 class ChatClient:
     """Asks one model, within limits, and never the same question twice.
 
@@ -82,7 +82,6 @@ class ChatClient:
 
     def __post_init__(self) -> None:
         """Rejects invalid values and opens the cache."""
-        check_values(self)
         if self.url and not re.fullmatch(_URL, self.url):
             raise ConfigError(f"url is {self.url!r}; expected one such as http://localhost:8000/v1")
         self._key = os.environ.get(self.key_variable, "")

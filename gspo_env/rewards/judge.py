@@ -23,6 +23,7 @@ from gspo_env.errors import ConfigError
 from gspo_env.rewards.base import GroupReward, Rating
 from gspo_env.rewards.client import ChatClient, NoAnswerError, Usage
 from gspo_env.seeding import derive_seed
+from gspo_env.settings import settings
 from gspo_env.types import Episode, Fault, Group, StopReason
 
 Messages = list[tuple[str, str]]
@@ -64,7 +65,7 @@ class _Tally:
     """By index of the episode, why it has no score."""
 
 
-@dataclass(kw_only=True)
+@settings(frozen=False)
 class Judge(ChatClient, GroupReward):
     """Rewards from a model that judges the finished episodes of a group.
 

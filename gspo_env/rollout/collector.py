@@ -13,13 +13,13 @@ from typing import Any
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.base import Engine, NamedTensors
 from gspo_env.errors import EnvironmentContractError, RolloutError
-from gspo_env.registry import CheckedSettings
 from gspo_env.rollout.failures import refuse_failures
 from gspo_env.rollout.policy import EnginePolicy
 from gspo_env.rollout.pool import EnvPool, EnvPools, play_again, play_pooled
 from gspo_env.rollout.progress import STALL_SECONDS, Heartbeat, Progress
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.settings import settings
 from gspo_env.types import Episode, Group, ResetInfo, StopReason, Task
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Collector:
     """What the episodes in flight wait for."""
     policy: Callable[..., EnginePolicy] = EnginePolicy
     """Makes the policy of an episode."""
-    weights_ready: asyncio.Event = field(default_factory=lambda: _set_event())
+    weights_ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Unset while the engine takes new weights: episodes wait with their next action."""
     on_group: Callable[[], None] | None = None
     """Called after each group that `collect` plays."""
@@ -95,12 +95,18 @@ class Collector:
     """Whether the log has said that first prompts do not fit."""
 
     def __post_init__(self) -> None:
-        """Lets stalls be logged."""
+        """Lets episodes sample, and stalls be logged."""
+        self.weights_ready.set()
         self._heartbeat = Heartbeat(self.idle, self.describe, self.stall_seconds)
 
     def idle(self) -> float:
         """Returns the seconds since an episode last made progress, as far as it is known."""
         return self.progress.idle()
+
+    @property
+    def plain(self) -> Collector:
+        """The collector of evaluations, whose groups have no branches."""
+        return self
 
     def describe(self) -> str:
         """Returns what the episodes in flight wait for."""
@@ -294,33 +300,20 @@ class Collector:
         return await play_again(attempt, retries, self.pool.faults)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutPlugin(CheckedSettings):
-    """Base class of what changes how episodes are played: `compaction` and `branching`.
-
-    Its defaults, the choice `none` of both, change nothing.
-    """
-
-    def check(self, config: Any, chat: ChatTokenizer) -> None:
-        """Rejects settings of a run that do not go with it, before the run begins."""
+@settings
+class PlainEpisodes:
+    """Neither `gspo_env.rollout.branching` nor `gspo_env.rollout.compaction`."""
 
     def wrap(self, collector: Collector) -> Collector:
-        """Returns what plays the episodes: with `branching` those of training only."""
+        """Returns the collector."""
         return collector
 
-    def episodes(self, groups: Sequence[Group]) -> float:
-        """Returns how many episodes were played; one may count in part."""
-        return float(sum(len(group.episodes) for group in groups))
+    def check(self, config: object, chat: ChatTokenizer | None = None) -> None:
+        """Accepts the other settings of a run."""
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Returns the metrics of the groups of a step; they replace others of the same name."""
+        """Returns no metrics."""
         return {}
-
-
-def _set_event() -> asyncio.Event:
-    event = asyncio.Event()
-    event.set()
-    return event
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ is 0, and the environment does not see it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -19,11 +19,11 @@ from annotated_types import Ge
 
 from gspo_env.chat.transcript import ChatTokenizer, first_messages
 from gspo_env.errors import ConfigError, PromptLengthError
-from gspo_env.registry import check_values
-from gspo_env.rollout.collector import Collector, RolloutPlugin
+from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.play import PolicyInput, PolicyOutput
 from gspo_env.rollout.policy import EnginePolicy
 from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.settings import settings
 from gspo_env.tool_calls import parse_message
 from gspo_env.types import Episode, Group, Message, ResetInfo, StepInfo, StopReason
 
@@ -34,8 +34,8 @@ _INSTRUCTION = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Summary(RolloutPlugin):
+@settings
+class Summary:
     """Asks the policy for a summary before its conversation outgrows `rollout.max_context`.
 
     It asks once the next action could leave no room for a summary. The summary counts as one of
@@ -50,7 +50,6 @@ class Summary(RolloutPlugin):
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        check_values(self)
         if not self.instruction.strip():
             raise ConfigError("compaction.instruction is empty; expected a request for a summary")
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval
 
 from gspo_env.errors import ConfigError, PromptLengthError
-from gspo_env.registry import check_values
+from gspo_env.settings import settings
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class RolloutConfig:
     """How episodes are collected."""
 
@@ -73,7 +72,6 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        check_values(self)
         if self.workers != "asyncio" and not self.ray_workers:
             raise ConfigError(f"workers is {self.workers!r}; expected 'asyncio', or 'ray:8'")
         if self.ray_workers > self.concurrency:
@@ -88,7 +86,7 @@ class RolloutConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class SupplyConfig:
     """Which groups a training step takes, and how old they may be."""
 
@@ -97,8 +95,8 @@ class SupplyConfig:
     updates in turn. Above 0 the rollout goes on while the learner updates, on a copy of the
     weights; `loss.correction` is then `truncated` unless it is set."""
     max_resamples: Annotated[int, Ge(0)] = 0
-    """Times that another task is played in place of a group whose episodes have the same rewards,
-    or whose success is outside of `min_success` to `max_success`; 0 trains on every group."""
+    """Times that another task is played in place of a group whose advantages are all 0, or whose
+    success is outside of `min_success` to `max_success`; 0 trains on every group."""
     min_success: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """Least share of successful episodes of a group; see `max_resamples`."""
     max_success: Annotated[float, Interval(ge=0, le=1)] = 1.0
@@ -106,7 +104,6 @@ class SupplyConfig:
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        check_values(self)
         low, high = self.min_success, self.max_success
         if low > high:
             raise ConfigError(

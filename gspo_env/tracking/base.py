@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 from gspo_env.errors import MissingExtraError
 from gspo_env.redaction import visible
+from gspo_env.settings import settings
 from gspo_env.tracking.traces import Trace
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -144,7 +145,7 @@ class TrackerChoice(Protocol):
         """Begins to record a run."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class NoTracker:
     """Records in no tracker; the run writes its `metrics.jsonl` regardless."""
 

@@ -30,8 +30,9 @@ from annotated_types import Ge
 
 from gspo_env.errors import ConfigError, OutputError, TrackingError
 from gspo_env.redaction import TerminalFormatter, redact_text
-from gspo_env.registry import check_values, load_function
+from gspo_env.registry import load_function
 from gspo_env.runtime.futures import run_in_daemon
+from gspo_env.settings import settings
 from gspo_env.tracking.base import MODEL, SUMMARY, Input, Point, RunInfo, Status
 from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.mlflow_traces import TraceWriter
@@ -77,7 +78,7 @@ TIMEOUT = 5.0
 _OTHER_KINDS = ("postgresql", "mysql", "mssql", "databricks", "databricks-uc", "uc")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class MLflow:
     """Records in MLflow."""
 
@@ -102,7 +103,6 @@ class MLflow:
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        check_values(self)
         if self.register and not self.log_model:
             raise ConfigError(
                 f"tracker.register is {self.register!r} and tracker.log_model is false; expected "

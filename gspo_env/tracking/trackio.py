@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_env.settings import settings
 from gspo_env.tracking.base import RunInfo, Status, needs
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Trackio:
     """Records in Trackio (extra `trackio`): local files, or a Space of the Hugging Face Hub."""
 

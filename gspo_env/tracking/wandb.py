@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from gspo_env.registry import CheckedSettings
+from gspo_env.settings import settings
 from gspo_env.tracking.base import RunInfo, Status, needs
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WandB(CheckedSettings):
+@settings
+class WandB:
     """Records in Weights & Biases (extra `wandb`)."""
 
     project: str = "gspo_env"

@@ -5,7 +5,6 @@ gspo-env train --loss studies/credit/adaptive_clip.py:AdaptiveClip
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -14,10 +13,10 @@ from annotated_types import Ge, Interval
 from gspo_env.errors import ConfigError
 from gspo_env.learner import Loss, LossInput, ObjectiveOutput
 from gspo_env.learner.losses import segment_sizes
-from gspo_env.registry import check_values
+from gspo_env.settings import settings
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class AdaptiveClip(Loss):
     """GSPO with one ratio a turn, whose clip range follows the turn's credit.
 
@@ -42,7 +41,6 @@ class AdaptiveClip(Loss):
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        check_values(self)
         if self.clip_low * (1 + self.clip_adapt) >= 1:
             raise ConfigError(
                 f"clip_adapt is {self.clip_adapt!r} with clip_low {self.clip_low!r}; expected "

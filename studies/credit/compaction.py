@@ -9,7 +9,7 @@ become worse.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.compaction import CompactingPolicy, Summary
 from gspo_env.rollout.play import PolicyInput, PolicyOutput
+from gspo_env.settings import settings
 from gspo_env.types import StepInfo
 from gspo_envs.diagnostic.diagnostics import CUES, OneWordEnv
 
@@ -65,7 +66,7 @@ class RecallEnv(OneWordEnv):
         return right, self._last, right
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class MaskedSummary(Summary):
     """`Summary`, but its tokens are not trained."""
 

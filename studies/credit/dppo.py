@@ -8,7 +8,6 @@ or less.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Ge
@@ -16,9 +15,10 @@ from torch import Tensor
 
 from gspo_env.learner.losses import LossInput
 from gspo_env.learner.more_losses import WeightedLoss
+from gspo_env.settings import settings
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class DPPO(WeightedLoss):
     """A mask of tokens whose probability has moved far already, instead of a clip of ratios.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -13,10 +12,11 @@ from annotated_types import Ge, Gt
 
 from gspo_env.credit.estimators import GiGPO
 from gspo_env.credit.statistics import MIN_SCALE
+from gspo_env.settings import settings
 from gspo_env.types import FloatArray, Turn
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class EvidenceCalibrated(GiGPO):
     """The return's z-score, plus a comparison of actions in equal states, shrunk towards none.
 

@@ -22,23 +22,26 @@ ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train", "--seed", str(2**64)], "expected an integer in [0, 9223372036854775808)"),
-        (["evaluate", "--model", "scripted", "--seed", str(10**30)], "an integer in [0, 92"),
+        (["train", "--seed", str(2**64)], "expected a number less than 9223372036854775808"),
+        (
+            ["evaluate", "--model", "scripted", "--seed", str(10**30)],
+            "seed is 1000000000000000000000000000000; expected a number less than 92",
+        ),
         ("evaluate --model scripted --seed 3", "a scripted agent samples nothing"),
-        ("evaluate runs/a --temperature nan", "temperature is nan; expected a number of"),
-        ("evaluate runs/a --show -1", "show is -1; expected an integer of at least 0"),
-        ("play --max-turn-tokens -1", "max_turn_tokens is -1; expected an integer"),
+        ("evaluate runs/a --temperature nan", "--temperature is 'nan'; expected a valid number"),
+        ("evaluate runs/a --show -1", "show is -1; expected a number greater than or equal to 0"),
+        ("play --max-turn-tokens -1", "--max-turn-tokens is -1; expected a number"),
         ("play gspo/Lookup-v0 --model ./nowhere", "there is no folder './nowhere'"),
         ("train foo", "'foo' belongs to no option; `gspo-env train --help` lists all"),
         ("evaluate runs/a runs/b", "'runs/b' belongs to no option"),
         ("evaluate --tsks 3", "there is no option --tsks; perhaps you mean --tasks"),
         ("doctor --model x", "there is no option --model; expected `gspo-env doctor MODEL`"),
         ("view --folder=x", "there is no option --folder=x; expected `gspo-env view FOLDER`"),
-        ("evaluate --tasks=abc", "--tasks is 'abc'; expected an integer"),
-        ("evaluate --tasks --seed 3", "--tasks has no value; expected an integer"),
-        ("evaluate --temperature hot", "--temperature is 'hot'; expected a number"),
-        ("evaluate --model-dtype fp8", "expected one of auto, float32, bfloat16, float16"),
-        ("evaluate --env-kwargs x", "--env-kwargs: 'x' is not KEY=VALUE, such as hops=4"),
+        ("evaluate --tasks=abc", "--tasks is 'abc'; expected a valid integer"),
+        ("evaluate --tasks --seed 3", "--tasks has no value"),
+        ("evaluate --temperature hot", "--temperature is 'hot'; expected a valid number"),
+        ("evaluate --model-dtype fp8", "expected '', 'auto', 'float32', 'bfloat16' or 'float16'"),
+        ("evaluate --env-kwargs x", "'x' is not KEY=VALUE, such as hops=4"),
         ("capture", "model is ''; expected --model, see gspo-env capture --help"),
         ("capture --model scripted --env gspo/Lookup-v0", "out is ''; expected --out"),
         ("capture --model scripted --out x", "expected one of --env, --program"),
@@ -47,6 +50,7 @@ ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
             "none of 2 episodes meets; expected a condition on reward, success, turns",
         ),
         ("train --advantage distillation", "teacher is 'self' and hint is ''; expected a"),
+        ("compare --arm branching=every,none", "which would weigh a branch as a whole"),
         *(
             (["train", "--env", "gspo/Dialogue-v0", "--env-kwargs", argument], words)
             for argument, words in (
@@ -61,34 +65,34 @@ ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
         ("train --advantage grpo", "--loss grpo --advantage outcome --advantage.scale std"),
         ("train --conversations x --model m", "to select one, add --recipe imitate"),
         ("train --env-kwargs hops=abc", "hops is 'abc', expected a whole number or two"),
-        ("train --temperature inf", "temperature is 'inf'; input should be a valid number"),
+        ("train --temperature inf", "temperature is 'inf'; expected a valid number"),
         ("train --model ./nowhere", "there is no folder './nowhere'"),
-        ("train --learner.precision bf16", "it is called model_dtype"),
+        ("train --learner.bf16 true", "it is called model_dtype"),
         ("compare --arm group_size=2,1", "group_size is 1, and the estimator"),
         (["compare", "--metric", "nope", *ARMS], "metric is 'nope'; expected a metric"),
         (["compare", "--metric", "eval/succ", *ARMS], "such as eval/success"),
         ("compare --arm advantag=outcome", "no setting 'advantag'; perhaps you mean adva"),
-        ("train --steps three", "--steps is 'three'; input should be a valid integer"),
-        ("train --group-size 1000.0", "--rollout.group-size is '1000.0'; input should be"),
-        ("compare --arm seed=1e3,2", "seed is 1000.0; input should be a valid integer"),
-        ("train --score nope", "--credit.score is 'nope'; input should be 'auto', 'turns'"),
+        ("train --steps three", "--steps is 'three'; expected a valid integer"),
+        ("train --group-size 1000.0", "--rollout.group-size is 1000.0; expected a valid integer"),
+        ("compare --arm seed=1e3,2", "seed is 1000.0; expected a valid integer"),
+        ("train --score nope", "--credit.score is 'nope'; expected 'auto', 'turns'"),
         ("train --model", "--model has no value"),
         ("train --steps 1 2", "--steps is 1 2; expected one value"),
-        ("train --strict maybe", "--strict is 'maybe'; input should be a valid boolean"),
+        ("train --strict maybe", "--strict is 'maybe'; expected a valid boolean"),
         ("train --env ''", "--env is ''; expected a name, or no --env for the default"),
         ("evaluate --model ''", "--model is ''; expected a name"),
         ("train --resume=", "--resume is ''"),
         ("train --advantage outcom", "mean outcome? expected one of: "),
-        ("train --learning-rate -1", "learning_rate is -1.0; expected a finite number abo"),
+        ("train --learning-rate -1", "learning-rate is -1; expected a number greater than 0"),
         ("train --config none.toml", "cannot read the config file 'none.toml'"),
         ("train --conversations '~nobody9/a'", "cannot read the conversations '~nobody9/a'"),
-        (["train", "--env-kwargs", "hops=" + "[" * 10**5], "is no JSON value"),
+        (["train", "--env-kwargs", "hops=" + "[" * 10**5], "is not a JSON value"),
         (["train", "--env-kwargs", "hops=" + "(" * 10**5], "hops is '((("),
         (["compare", "--arm", "gamma=" + "[" * 10**5], "gamma is '[[["),
         ("train --env-kwargs hops", "'hops' is not KEY=VALUE"),
         ("train --env-kwargs hopps=3", "hopps"),
-        ("train --env-kwargs 'hops=[3,'", "is no JSON value"),
-        ("train --clip-low 3", "clip_low is 3.0; expected a number in [0, 1)"),
+        ("train --env-kwargs 'hops=[3,'", "is not a JSON value"),
+        ("train --clip-low 3", "--loss.clip-low is 3; expected a number less than 1"),
         ("train --advantage outcome --gamma 0.9", "which takes scale, ddof, base"),
         ("train --advantage outcome --score sum", "'sum', which the estimator 'outc"),
         ("train --advantage turn_plus_outcome --score turns", "does not use"),
@@ -290,37 +294,38 @@ def refusal(command, text, *flags):
     return str(error.value)
 
 
-def test_all_faults_of_a_file_are_named_in_the_order_of_their_lines():
+def test_all_faults_of_a_file_are_named_in_its_order():
     head, *faults = refusal("train", FAULTY).splitlines()
     assert head == "run.toml has 5 faults:"
     assert [line.split(";")[0] for line in faults] == [
-        "  line 2: unknown field 'stepz'",
-        "  line 3: steps is 'many'",
-        "  line 6: learning_rate is -1.0",
-        "  line 9: loss is 'gspx'",
-        "  line 12: unknown field 'lerner'",
+        "  unknown field 'stepz'",
+        "  steps is 'many'",
+        "  learner.learning_rate is -1",
+        "  loss is 'gspx'",
+        "  unknown field 'lerner'",
     ]
 
 
 @pytest.mark.parametrize(
     ("command", "text", "words"),
     [
-        ("train", "steps = 3\nseed = -4\n", "run.toml, line 2: seed is -4; expected"),
-        ("train", "learner.learning_rate = 'x'", "run.toml, line 1: learner.learning_rate is 'x'"),
-        ("train", "[loss]\nname = 'gspo'\nclip_lo = 1", "line 3: unknown field loss.'clip_lo'"),
-        ("compare", "seed = 1\n[compare]\nseedz = 3", "run.toml, line 3: unknown field compare."),
-        ("compare", "[compare]\nseeds = [\n1]", "run.toml, line 2: compare.seeds is [1]"),
+        ("train", "steps = 3\nseed = -4\n", "run.toml: seed is -4; expected"),
+        ("train", "learner.learning_rate = 'x'", "run.toml: learner.learning_rate is 'x'"),
+        ("train", "[loss]\nname = 'gspo'\nclip_lo = 1", "run.toml: unknown field loss.'clip_lo'"),
+        ("compare", "seed = 1\n[compare]\nseedz = 3", "run.toml: unknown field compare."),
+        ("compare", "[compare]\nseeds = [\n1]", "run.toml: compare.seeds is [1]"),
         ("train", "steps = 3\nsteps", "run.toml is not valid TOML: "),
     ],
 )
-def test_one_fault_is_one_sentence_with_its_line(command, text, words):
+def test_one_fault_is_one_sentence_with_its_path(command, text, words):
     message = refusal(command, text)
     assert words in message
     assert "\n" not in message
 
 
 def test_a_fault_of_a_flag_beside_a_sound_file_is_not_blamed_on_the_file():
-    assert "run.toml" not in refusal("train", "steps = 3", "--learning-rate", "x")
+    for flags in (("--learning-rate", "x"), ("--recipe", "nope"), ("--loss", "gspx")):
+        assert "run.toml" not in refusal("train", "steps = 3", *flags)
 
 
 def _write_later(path, data):
@@ -342,18 +347,20 @@ def test_neither_an_endless_device_nor_a_pipe_without_a_writer_is_read(
     assert f"{path!r}: {words}" in message
 
 
-def test_a_config_comes_from_a_pipe_and_its_faults_have_lines(capsys, tmp_path):
+def test_a_config_comes_from_a_pipe_and_its_faults_name_it(capsys, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for data in (b"seed = 5\n", b"\nsead = 5\n"):
         writer = _write_later(tmp_path / "pipe", data)
         if data == b"seed = 5\n":
             assert parse(["train", "--config", str(tmp_path / "pipe")]).resolved.seed == 5
         else:
-            assert "pipe, line 2: " in refused(capsys, "train", "--config", str(tmp_path / "pipe"))
+            assert "pipe: unknown field 'sead'" in refused(
+                capsys, "train", "--config", str(tmp_path / "pipe")
+            )
         writer.join()
 
 
 def test_a_file_with_many_faults_is_refused_with_the_first_ones():
     message = refusal("train", "\n".join(f"key_{n} = {n}" for n in range(3000)))
-    assert "has at least 20 faults:" in message
+    assert "has 3000 faults:" in message
     assert message.count("unknown field") == 20

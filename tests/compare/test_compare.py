@@ -151,15 +151,14 @@ def test_a_users_estimator_takes_part_and_a_failing_one_is_counted(tmp_path, mon
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass\n"
         "import numpy as np\n"
-        "from gspo_env.credit import Estimator\n"
         "@dataclass(frozen=True)\n"
-        "class Half(Estimator):\n"
+        "class Half:\n"
         "    def advantages(self, group):\n"
         "        r = np.array([e.rewards.sum() for e in group.episodes])\n"
         "        v = (r - r.mean()) / 2\n"
         "        return [np.full(len(e.turns), x) for e, x in zip(group.episodes, v)]\n"
         "@dataclass(frozen=True)\n"
-        "class Broken(Estimator):\n"
+        "class Broken:\n"
         "    def advantages(self, group):\n"
         "        return []\n"
     )
@@ -237,7 +236,7 @@ def test_the_table_of_a_file_and_the_command_line_meet():
             check_table({name: 1})
     for wrong in ({"seeds": "5"}, {"target": True}, {"grid": {"gamma": 1.0}}, {"problems": 3}):
         (name,) = wrong
-        with pytest.raises(ConfigError, match=f"compare.{name}.* is .*; input should be"):
+        with pytest.raises(ConfigError, match=f"compare.{name}.* is .*; expected"):
             check_table(wrong)
     with pytest.raises(ConfigError, match="expected name=value"):
         parse({}, ["gamma"], small())

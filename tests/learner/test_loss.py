@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import objective_reference as reference
 import pytest
+import support.objective_reference as reference
 import torch
 from support.learners import learner_of, loss_input
 

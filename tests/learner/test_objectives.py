@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import objective_reference as reference
 import pytest
+import support.objective_reference as reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

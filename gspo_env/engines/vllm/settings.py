@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval
 
 from gspo_env.engines.base import Engine
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.registry import check_values, load_function
+from gspo_env.registry import load_function
+from gspo_env.settings import settings
 
 EXTENSION = "gspo_env.engines.vllm.worker.CheckedWorker"
 """The value of vLLM's argument `worker_extension_cls`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class VLLMSettings:
     """Settings of vLLM, whether it runs in this process or on servers."""
 
@@ -33,20 +34,12 @@ class VLLMSettings:
     """Disables CUDA graphs and compilation: faster start, slower sampling."""
     quantization: str = ""
     """Quantization method, such as `fp8`; empty for none."""
-    sync_tolerance: float | None = None
+    sync_tolerance: Annotated[float, Gt(0)] | None = None
     """After each update of the weights, training stops if the log-probabilities of a probe differ
     from the trainer's by more than this on average. None is 0.001 in float32, 0.3 in half
     precision, and no limit for quantized weights."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Other arguments of vLLM's engine; they override all of the above."""
-
-    def __post_init__(self) -> None:
-        """Rejects invalid values."""
-        check_values(self)
-        if self.sync_tolerance is not None and not self.sync_tolerance > 0:
-            raise ConfigError(
-                f"sync_tolerance is {self.sync_tolerance!r}; expected a number above 0, or None"
-            )
 
     @property
     def tolerance(self) -> float | None:
@@ -67,7 +60,7 @@ class VLLMSettings:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class VLLM(VLLMSettings):
     """vLLM in this process, with a copy of the learner's weights."""
 
@@ -81,7 +74,7 @@ class VLLM(VLLMSettings):
         return engine
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class VLLMServer(VLLMSettings):
     """vLLM servers, started by the run or already running."""
 
@@ -108,7 +101,6 @@ class VLLMServer(VLLMSettings):
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        VLLMSettings.__post_init__(self)
         if not all(address.startswith(("http://", "https://")) for address in self.addresses):
             raise ConfigError(
                 f"addresses is {self.addresses!r}; expected http://HOST:PORT for each"
