@@ -118,10 +118,9 @@ class Pool(EnvPool):
         self.faults.names[id(env)] = name  # type: ignore[attr-defined]
         return env
 
-    def discard(self, env: TextEnvironment, *, stuck: bool = False) -> None:
-        """Closes an environment that is not used again."""
+    def _discard(self, env: TextEnvironment, stuck: bool) -> None:
         self.faults.leaving = self.faults.names[id(env)]  # type: ignore[attr-defined]
-        super().discard(env, stuck=stuck)
+        super()._discard(env, stuck)
 
 
 class Agent(GSPOAgent):

@@ -27,6 +27,7 @@ _SAMPLE_LENGTH = 32
 
 METHODS = (
     *("reset", "step", "close", "render", "expert_action"),
+    *("abandon", "snapshot", "restore"),
     *("on_final", "on_tool_result", "on_tool_error", "step_info"),
 )
 """The methods of an environment that may be `async def`."""
@@ -136,7 +137,8 @@ class TextEnv(gymnasium.Env[str, str]):
     """The tools that the chat template lists; `reset` may change them."""
     blocking: bool | None = None
     """False if `reset` and `step` never block. All other environments run in threads, where the
-    order of episodes, and so the rounding of a batch, is not reproducible."""
+    order of episodes, and so the rounding of a batch, is not reproducible. `abandon` and `close`
+    run in a thread in any case."""
     gives_outcome: bool = False
     """Whether finished episodes have an `episodic_reward`. Then an episode that the rollout cut has
     `outcome_if_cut`, else the sum of its rewards."""
@@ -151,9 +153,10 @@ class TextEnv(gymnasium.Env[str, str]):
     rewards_by_agent: bool = False
     """Whether each agent has a reward of its own, under its name in the last `reward_parts`, as
     opponents have. Only an estimator with `credits_agents = True` then trains a run."""
-    group_reward: Callable[[Any], Awaitable[Any]] | None = None
+    group_reward: Callable[[Any], Awaitable[Any] | Any] | None = None
     """Adds rewards that see all finished episodes of a group: takes and returns a
-    `gspo_env.types.Group`; see `gspo_env.rewards.score_group`."""
+    `gspo_env.types.Group`; see `gspo_env.rewards.score_group`. An `async def` must wait with
+    `await`; a plain `def` runs in a thread. It has the time of an episode."""
     takes_cut_actions: bool = False
     """Whether `step` also takes actions that were cut at their limit of tokens or whose prompt did
     not fit (`Action.finish_reason`), and the episode goes on; otherwise such an episode ends."""
@@ -218,7 +221,8 @@ class TextEnv(gymnasium.Env[str, str]):
     def abandon(self) -> None:
         """Frees what the running episode holds, because the rollout has cut it.
 
-        The next call is `reset` or `close`.
+        The next call is `reset` or `close`. An environment that does not return within the time of
+        an episode is not used again.
         """
 
     def expert_action(self, noise: float = 0.0) -> str:
@@ -236,6 +240,13 @@ class TextEnv(gymnasium.Env[str, str]):
 def attribute(env: TextEnvironment, name: str, default: Any) -> Any:
     """Returns an attribute of an environment, looked up through its wrappers, or the default."""
     return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else default
+
+
+def overrides(env: TextEnvironment, name: str) -> bool:
+    """Returns whether an environment has a method or value of its own in place of `TextEnv`'s."""
+    value = attribute(env, name, None)
+    default = getattr(TextEnv, name, None)
+    return value is not None and getattr(value, "__func__", value) is not default
 
 
 def clean(text: str, limit: int | None = None) -> str:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import pickle
 import sys
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from gspo_env.env.base import MAX_TEXT_LENGTH, Action, TextEnvironment, attribute
+from gspo_env.env.base import (
+    MAX_TEXT_LENGTH,
+    Action,
+    TextEnv,
+    TextEnvironment,
+    attribute,
+    overrides,
+)
 from gspo_env.env.info import parse_reset, parse_step, read_message, read_prompt
-from gspo_env.env.isolated import send
+from gspo_env.env.isolated import DECLARED, FORWARDED, describe_tool, read_group, send
 from gspo_env.env.registration import make_env
 from gspo_env.runtime import loops
 from gspo_env.runtime.processes import die_with_parent
 from gspo_env.runtime.threads import attempt, foreign
-
-_DECLARATIONS = (
-    *("gives_outcome", "outcome_if_cut", "credit_score", "num_tasks", "takes_cut_actions"),
-    *("max_turns", "max_calls_per_turn", "gives_reward", "replays", "rewards_by_agent"),
-)
-"""Attributes of an environment that are sent with each `reset`, besides its prompt."""
 
 
 def serve(descriptor: int, parent: int) -> None:
@@ -82,24 +85,32 @@ class _Host:
         return _sendable(result)
 
     def expert_action(self, noise: float) -> Any:
-        if not self.env.has_wrapper_attr("expert_action"):
-            raise NotImplementedError(f"{self.name} has no expert_action")
         return self.env.get_wrapper_attr("expert_action")(noise)
+
+    def abandon(self) -> None:
+        self.env.get_wrapper_attr("abandon")()
+
+    def group_reward(self, group: Any) -> Any:
+        reward = self.env.get_wrapper_attr("group_reward")
+        return loops.settle(reward(read_group(group)), "group_reward()")
+
+    def snapshot(self) -> str:
+        return base64.b85encode(pickle.dumps(self.env.get_wrapper_attr("snapshot")())).decode()
+
+    def restore(self, state: str) -> None:
+        self.env.get_wrapper_attr("restore")(pickle.loads(base64.b85decode(state)))
 
     def close(self) -> None:
         self.env.close()
 
     def _declarations(self) -> dict[str, Any]:
-        values = {name: attribute(self.env, name, None) for name in _DECLARATIONS}
-        return {name: value for name, value in values.items() if value is not None} | {
-            "system_prompt": attribute(self.env, "system_prompt", None),
-            "tools": [_description(tool) for tool in attribute(self.env, "tools", ())],
-            "max_length": getattr(self.env.observation_space, "max_length", MAX_TEXT_LENGTH),
+        env = self.env
+        declared = {n: attribute(env, n, getattr(TextEnv, n, None)) for n in DECLARED}
+        return declared | {
+            "tools": [describe_tool(tool) for tool in declared["tools"]],
+            "max_length": getattr(env.observation_space, "max_length", MAX_TEXT_LENGTH),
+            "methods": [name for name in FORWARDED if overrides(env, name)],
         }
-
-
-def _description(tool: Any) -> dict[str, Any]:
-    return {name: getattr(tool, name, None) for name in ("name", "description", "parameters")}
 
 
 def _sendable(result: Any) -> list[Any]:
@@ -107,7 +118,7 @@ def _sendable(result: Any) -> list[Any]:
     *rest, info = result
     info = {str(key): value for key, value in info.items()}
     if info.get("tools") is not None:
-        info["tools"] = [_description(tool) for tool in info["tools"]]
+        info["tools"] = [describe_tool(tool) for tool in info["tools"]]
     return [*rest, info]
 
 

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,6 +25,7 @@ from gspo_env import errors
 from gspo_env.env.base import Action, Options, ResetResult, StepResult, TextEnv, UnicodeText
 from gspo_env.env.tools import Tool
 from gspo_env.errors import EnvironmentCrashError, EnvironmentHangError, ForeignError
+from gspo_env.types import Episode, Group, Turn
 
 ISOLATED = "GSPO_ENV_ISOLATED"
 """The environment variable that is set in the child."""
@@ -34,6 +37,17 @@ _MAX_BYTES = 64 * 2**20
 """Maximum size of a message."""
 _LOOK_SECONDS = 0.5
 """Seconds between two looks at whether the other process still runs."""
+
+DECLARED = (
+    *("system_prompt", "tools", "gives_outcome", "gives_reward", "outcome_if_cut", "credit_score"),
+    *("takes_cut_actions", "replays", "max_turns", "num_tasks", "max_calls_per_turn"),
+    "rewards_by_agent",
+)
+"""Values of an environment that its process sends with each `reset`."""
+FORWARDED = ("expert_action", "abandon", "group_reward", "snapshot", "restore")
+"""Methods that run in the process of the environment, beside those of Gymnasium, if it has them."""
+LOCAL = ("blocking", "blocks", "require_episode", "end_turn")
+"""Names that are not sent: all calls wait for the process, and its `step` uses its own methods."""
 
 
 class IsolatedEnv(TextEnv):
@@ -80,7 +94,14 @@ class IsolatedEnv(TextEnv):
 
     def expert_action(self, noise: float = 0.0) -> Any:
         """Returns the demonstrator's next action."""
+        if "expert_action" not in self._methods:
+            raise NotImplementedError(f"{self._spec} has no expert_action")
         return self._call("expert_action", noise=noise)
+
+    def abandon(self) -> None:
+        """Frees what the running episode holds."""
+        if self._process is not None and "abandon" in self._methods:
+            self._call("abandon")
 
     def close(self) -> None:
         """Closes the environment and ends the process."""
@@ -145,11 +166,28 @@ class IsolatedEnv(TextEnv):
         return reply["value"]
 
     def _declare(self, declarations: Mapping[str, Any]) -> None:
-        """Takes over what the environment declares."""
-        for name, value in declarations.items():
-            setattr(self, name, value)
+        """Takes over what the environment declares, and the optional methods that it has."""
+        for name in DECLARED:
+            setattr(self, name, declarations[name])
         self.tools = tuple(described_tool(**tool) for tool in declarations["tools"])
         self.observation_space = UnicodeText(declarations["max_length"])
+        self._methods = methods = declarations["methods"]
+        self.group_reward = self._group_reward if "group_reward" in methods else None
+        if "snapshot" in methods:
+            self.snapshot = partial(self._call, "snapshot")
+        if "restore" in methods:
+            self.restore = lambda state: self._call("restore", state=state)
+
+    def _group_reward(self, group: Group) -> Group:
+        """Returns the group with the rewards, infos and endings that the environment gives it."""
+        scored = read_group(self._call("group_reward", group=group))
+        return replace(
+            group,
+            episodes=tuple(
+                replace(old, turns=tuple(map(_scored, old.turns, new.turns)), ending=new.ending)
+                for old, new in zip(group.episodes, scored.episodes, strict=True)
+            ),
+        )
 
     def __del__(self) -> None:
         """Ends the process of an environment that nobody closed."""
@@ -165,8 +203,27 @@ def send(connection: Connection, message: object) -> None:
     connection.send_bytes(json.dumps(message, default=_plain).encode())
 
 
+def read_group(value: Any) -> Group:
+    """Returns a group that the other process sent; its tools are descriptions."""
+
+    def with_tools(episode: Episode) -> Episode:
+        tools = tuple(described_tool(**tool) for tool in episode.prompt.tools)
+        return replace(episode, prompt=replace(episode.prompt, tools=tools))
+
+    group = TypeAdapter(Group).validate_python(value)
+    return replace(group, episodes=tuple(map(with_tools, group.episodes)))
+
+
+def _scored(turn: Turn, scored: Turn) -> Turn:
+    """Returns a turn with the reward of another one, and its `info` as far as it crosses."""
+    info = replace(scored.info, tools=turn.info.tools, extra=turn.info.extra)
+    return replace(turn, reward=scored.reward, info=info)
+
+
 def _plain(value: Any) -> Any:
     """Returns what JSON can hold of a value; an object without such a form is its `repr`."""
+    if isinstance(value, Tool):
+        return describe_tool(value)
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -198,6 +255,11 @@ def _with_tools(info: dict[str, Any]) -> dict[str, Any]:
     if info.get("tools") is None:
         return info
     return {**info, "tools": [described_tool(**tool) for tool in info["tools"]]}
+
+
+def describe_tool(tool: Tool) -> dict[str, Any]:
+    """Returns what another process needs to know of a tool, for `described_tool`."""
+    return {n: getattr(tool, n) for n in ("name", "description", "parameters", "strict")}
 
 
 def described_tool(

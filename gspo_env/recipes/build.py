@@ -31,7 +31,7 @@ from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Show
 from gspo_env.registry import load_function
 from gspo_env.rollout.failures import FaultLog, refuse_failures
-from gspo_env.rollout.play import PLACEHOLDERS, Policy, PolicyOutput, demonstrator, look
+from gspo_env.rollout.play import Policy, PolicyOutput, demonstrator, look
 from gspo_env.rollout.pool import play_alone
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.seeding import derive_seed
@@ -196,7 +196,7 @@ def demonstrate(
         RolloutError: More episodes failed than the limits allow; the others are left out.
     """
     limits = limits or RolloutConfig()
-    episodes = play_all(env, tasks, _with_ids(demonstrator(slips)), limits, show)
+    episodes = play_all(env, tasks, demonstrator(slips), limits, show)
     refuse_failures(episodes, limits.max_env_error_rate)
     played = [e for e in episodes if not e.failed]
     if len(played) < len(episodes):
@@ -205,11 +205,6 @@ def demonstrate(
         text = "none of the %d demonstrations of %s succeeded: only the form of actions is learned"
         logger.warning(text, len(played), tasks[0].env_id)
     return played
-
-
-def _with_ids(policy: Policy) -> Policy:
-    """Adds ids to actions, so that a wrong number of values for them is found before training."""
-    return lambda now: PolicyOutput(text=str(policy(now)), action_ids=(0,) * PLACEHOLDERS)
 
 
 def _for_seconds(policy: Policy, seconds: float) -> Policy:

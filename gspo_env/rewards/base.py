@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gspo_env.errors import ConfigError
-from gspo_env.rollout.failures import FaultLog, describe
+from gspo_env.rollout.failures import FaultLog, describe, lost
 from gspo_env.types import Episode, Fault, Group
 
 _log = FaultLog()
@@ -89,10 +89,7 @@ def _add(
 ) -> Episode:
     if rating.fault is not None:
         _log.note(episode.task, rating.fault)
-        ending = replace(
-            episode.ending, reason=rating.fault.reason, success=False, fault=rating.fault
-        )
-        return replace(episode, ending=ending)
+        return lost(episode, rating.fault)
     turns = list(episode.turns)
     for k, value in enumerate(rating.rewards):
         parts = {} if value is None else {name: value}

@@ -248,8 +248,7 @@ class Collector:
                 )
         count = redraw.count if held_out else None
         group = Group(task=redraw.task, episodes=episodes, redrawn=count, seconds=seconds)
-        score = self.pool.of(group.task.env_id).group_reward
-        return await score(group) if score else group
+        return await self.pool.of(group.task.env_id).score(group, self.config.episode_timeout)
 
     def check(self, groups: Sequence[Group]) -> None:
         """Checks the groups of a batch.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 
 from gspo_env.env.base import TextEnvironment
 from gspo_env.errors import (
@@ -63,6 +65,33 @@ def hang(method: str, seconds: float | None) -> Fault:
         reason=StopReason.ENV_TIMEOUT,
         message=message,
         where=f"{method.partition('(')[0]}() did not return",
+    )
+
+
+@asynccontextmanager
+async def limited(call: str, seconds: float | None) -> AsyncIterator[None]:
+    """Bounds a call of an environment.
+
+    Args:
+        call: Names it, such as `abandon()`.
+        seconds: Its limit.
+
+    Raises:
+        EnvironmentFailed: What runs inside raised, or was not over in time.
+    """
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            yield
+    except Exception as error:
+        fault = hang(call, seconds) if limit.expired() else describe(call, error)
+        raise EnvironmentFailed(fault) from error
+
+
+def lost(episode: Episode, fault: Fault) -> Episode:
+    """Returns an episode that was played and cannot be scored."""
+    return replace(
+        episode, ending=replace(episode.ending, reason=fault.reason, success=False, fault=fault)
     )
 
 

@@ -37,8 +37,6 @@ _CUTS: dict[StopReason, Finish] = {
 """The limits of which an environment with `takes_cut_actions` hears."""
 _OF_ACTION = tuple(each.name for each in fields(PolicyAction))
 """What a turn has of the policy's move."""
-PLACEHOLDERS = 3
-"""Ids of an action that nothing has sampled, to see how many values a step returns for them."""
 _MOST_REFUSED = 8
 """Prompts in a row that do not fit, after which such an environment's episode ends."""
 
@@ -113,8 +111,7 @@ async def play(
         task: The seed and the options of `reset`.
         policy: Chooses the actions.
         max_turns: Turns after which the episode is cut.
-        timeout: Seconds after which the episode is cut; needs a running event loop. Of the time in
-            which the process is suspended, at most an eighth of the limit counts.
+        timeout: Seconds after which the episode is cut; needs a running event loop.
         call: Calls the environment's methods; directly by default.
         redraw: Replaces tasks that are not to be played; by default all are.
     """
@@ -173,7 +170,7 @@ def try_out(env_id: str, env: TextEnvironment, retries: int = 0) -> None:
         EnvironmentContractError: `reset` or `step` raised, or broke the contract.
         EnvironmentHangError: The process of the environment did not answer in time.
     """
-    action = PolicyOutput(action_ids=(0,) * PLACEHOLDERS)
+    action = PolicyOutput(action_ids=(0, 0, 0))  # to see how many values a step returns for them
     for _ in range(retries + 1):
         episode = play_now(env, Task(env_id=env_id, seed=0), lambda inputs: action, max_turns=1)
         if not episode.failed:

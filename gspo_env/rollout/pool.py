@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
-import time
-from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from gspo_env.env.base import TextEnvironment, attribute
+from gspo_env.env.base import TextEnvironment, attribute, overrides
 from gspo_env.env.isolated import IsolatedEnv
-from gspo_env.errors import EnvironmentHangError, RolloutError
+from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.rollout.failures import (
     EnvironmentFailed,
     FaultLog,
     close_quietly,
-    describe,
     failed_episode,
+    limited,
+    lost,
 )
 from gspo_env.rollout.play import Policy, play, run_now
-from gspo_env.runtime.loops import ActiveTimeout, has_async
-from gspo_env.runtime.threads import EnvThread, attempt, log_once
+from gspo_env.runtime.futures import run_in_daemon
+from gspo_env.runtime.loops import has_async
+from gspo_env.runtime.threads import EnvThread, attempt
 from gspo_env.types import Episode, Fault, Group, StopReason, Task
 
 logger = logging.getLogger(__name__)
@@ -44,7 +49,8 @@ class EnvPool:
     """Environments of one kind, which are made once and reset for every episode.
 
     Environments that declare `blocking = False` run on the event loop, without overhead, unless
-    they have `async def` methods or tools. Every other one is made, used and closed in its own
+    they have `async def` methods or tools; only what may wait at the end of an episode (`abandon`,
+    `group_reward`, `close`) has a thread. Every other one is made, used and closed in its own
     thread. A thread that never returns is abandoned and ends with the process.
     """
 
@@ -60,16 +66,12 @@ class EnvPool:
     close_timeout: float = 10.0
     """Seconds that `close` waits for the environments."""
     faults: FaultLog = field(default_factory=FaultLog)
-    group_reward: Callable[[Group], Awaitable[Group]] | None = None
-    """The environments' own `group_reward`."""
-    _declared: bool = False
-    """Whether `blocking` is known."""
     _first: asyncio.Event | None = None
-    """Set when the first environment is made, whose declarations the others wait for."""
+    """Set when the first environment is made or has failed; the others wait for it."""
     _idle: list[TextEnvironment] = field(default_factory=list)
     _seats: dict[int, _Seat] = field(default_factory=dict)
     _closing: list[Future[Any]] = field(default_factory=list)
-    """The running calls of `close`."""
+    """The calls of `close` that may still run."""
     _stuck: list[EnvThread] = field(default_factory=list)
     """Threads that have not returned from a call."""
 
@@ -83,87 +85,29 @@ class EnvPool:
         """Returns the pool of an environment, which is this one for every id."""
         return self
 
-    async def acquire(self, timeout: float | None = None) -> TextEnvironment:
-        """Returns an environment that is not in use.
+    @asynccontextmanager
+    async def lease(self, timeout: float | None = None) -> AsyncIterator[TextEnvironment]:
+        """Lends an environment; one whose use fails or is cancelled is not lent again.
 
         Args:
             timeout: Seconds that it may take to make one. An environment in a child process has
                 its own limit, which allows for the start of the process.
 
         Raises:
-            EnvironmentFailed: A new one could not be made.
-        """
-        while self._first is not None:
-            await self._first.wait()
-        if self._declared:
-            return self._idle.pop() if self._idle else await self._new(timeout)
-        self._first = asyncio.Event()
-        try:
-            return await self._new(timeout)
-        finally:
-            self._first.set()
-            self._first = None
-
-    async def _new(self, timeout: float | None) -> TextEnvironment:
-        thread = None if self.blocking is False else EnvThread()
-        timeout = None if self.isolated else timeout
-        try:
-            env = attempt(self.make) if thread is None else await self._make_in(thread, timeout)
-            if not self._declared:
-                self._read(env)
-            if thread is not None and self.blocking is False:  # it has to live on the event loop
-                await thread.call(close_quietly, env)
-                thread.stop()
-                thread, env = None, attempt(self.make)
-        except Exception as error:
-            if thread is not None:
-                thread.stop()
-            raise EnvironmentFailed(describe("making the environment", error)) from error
-        self._seats[id(env)] = _Seat(env, thread, thread is not None)
-        return env
-
-    async def _make_in(self, thread: EnvThread, timeout: float | None) -> TextEnvironment:
-        making = thread.submit(self.make)
-        try:
-            async with ActiveTimeout(timeout):
-                env: TextEnvironment = await asyncio.wrap_future(making)
-        except (asyncio.CancelledError, TimeoutError) as error:
-            if making.done() and not making.cancelled():
-                raise  # the environment's own TimeoutError
-            thread.submit(lambda: close_quietly(making.result()))  # if it ever returns
-            thread.stop()
-            self._stuck.append(thread)
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            raise EnvironmentHangError(f"__init__() has not returned in {timeout:g} s") from error
-        return env
-
-    def give_back(self, env: TextEnvironment) -> None:
-        """Puts an environment back for the next episode."""
-        self._idle.append(env)
-
-    def discard(self, env: TextEnvironment, *, stuck: bool = False) -> None:
-        """Closes an environment that is not used again.
-
-        Args:
-            env: The environment.
-            stuck: Whether its thread has not returned from a call.
-
-        Raises:
+            EnvironmentFailed: A new one could not be made, or its use failed.
             RolloutError: More than `max_stuck` threads hang.
         """
-        if stuck and isinstance(env, IsolatedEnv):
-            env.kill()  # its thread returns at once
-            stuck = False
-        if (seat := self._seats.pop(id(env), None)) is not None:
-            self._close(seat, stuck)
-        self._stuck = [thread for thread in self._stuck if thread.alive]
-        if len(self._stuck) > self.max_stuck:
-            raise RolloutError(
-                f"{len(self._stuck)} environments hang, each in a thread that cannot be ended; "
-                f"expected at most {self.max_stuck}: give their calls time limits of their own, or "
-                'set rollout.isolation to "process"'
-            )
+        env = await self._acquire(timeout)
+        try:
+            yield env
+        except EnvironmentFailed as failure:
+            self._discard(env, stuck=failure.fault.reason is StopReason.ENV_TIMEOUT)
+            raise
+        except BaseException:
+            with contextlib.suppress(RolloutError):  # the next failure reports that too many hang
+                self._discard(env, stuck=True)
+            raise
+        self._idle.append(env)
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a method of an environment, or a function with an environment as first argument.
@@ -174,44 +118,123 @@ class EnvPool:
         seat = self._seats.get(id(env))
         if seat is None or not (seat.threaded or _blocks(function, args)):
             return attempt(function, *args, **kwargs)
-        seat.thread = seat.thread or EnvThread()
-        return await seat.thread.call(function, *args, **kwargs)
+        return await self._thread(seat).call(function, *args, **kwargs)
+
+    async def abandon(self, env: TextEnvironment, timeout: float | None) -> None:
+        """Tells an environment that its episode was cut.
+
+        Raises:
+            EnvironmentFailed: It raised, or did not return in time.
+        """
+        if overrides(env, "abandon"):
+            async with limited("abandon()", timeout):
+                thread = self._thread(self._seats[id(env)])
+                await thread.call(env.get_wrapper_attr("abandon"))
+
+    async def score(self, group: Group, timeout: float) -> Group:
+        """Adds the rewards of the environments' `group_reward`, if they have one.
+
+        If it raises or does not return in time, the episodes of the group count as lost.
+        """
+        reward = self.sample and attribute(self.sample, "group_reward", None)
+        if reward is None:
+            return group
+        try:
+            if inspect.iscoroutinefunction(reward):
+                async with limited("group_reward()", timeout):
+                    return _checked(await reward(group), group)
+            async with self.lease(timeout) as env, limited("group_reward()", timeout):
+                thread = self._thread(self._seats[id(env)])
+                scored = await thread.call(env.get_wrapper_attr("group_reward"), group)
+                return _checked(await scored if inspect.isawaitable(scored) else scored, group)
+        except EnvironmentFailed as failure:
+            self.faults.note(group.task, failure.fault)
+            episodes = (e if e.failed else lost(e, failure.fault) for e in group.episodes)
+            return replace(group, episodes=tuple(episodes))
 
     def close(self) -> None:
         """Closes every environment; waits at most `close_timeout` seconds for them."""
         self._idle.clear()
         while self._seats:
             self._close(self._seats.popitem()[1])
-        deadline = time.monotonic() + self.close_timeout
-        for future in self._closing:
-            with contextlib.suppress(TimeoutError):
-                future.exception(max(0.0, deadline - time.monotonic()))
-        late = sum(not future.done() for future in self._closing)
-        if late:
+        if late := wait(self._closing, self.close_timeout).not_done:
             logger.warning(
-                "%d environments have not closed within %g s and are left", late, self.close_timeout
+                "%d environments have not closed within %g s and are left",
+                *(len(late), self.close_timeout),
             )
         self._closing.clear()
         self.faults.summarise()
 
+    async def _acquire(self, timeout: float | None) -> TextEnvironment:
+        if self.sample is None and self._first is None:
+            self._first = asyncio.Event()
+            try:
+                return await self._new(timeout)
+            finally:
+                self._first.set()
+        if self.sample is None and self._first is not None:
+            await self._first.wait()
+        return self._idle.pop() if self._idle else await self._new(timeout)
+
+    async def _new(self, timeout: float | None) -> TextEnvironment:
+        async with limited("__init__()", None if self.isolated else timeout):
+            thread = None if self.blocking is False else EnvThread()
+            env: TextEnvironment = await self._make_in(thread) if thread else attempt(self.make)
+            if self.sample is None:
+                self._read(env)
+            if thread is not None and self.blocking is False:  # it has to live on the event loop
+                await thread.call(close_quietly, env)
+                thread.stop()
+                env, thread = attempt(self.make), None
+        self._seats[id(env)] = _Seat(env, thread, thread is not None)
+        return env
+
+    async def _make_in(self, thread: EnvThread) -> TextEnvironment:
+        making = thread.submit(self.make)
+        try:
+            env: TextEnvironment = await asyncio.wrap_future(making)
+        except BaseException:
+            thread.submit(lambda: close_quietly(making.result()))  # if it ever returns
+            thread.stop()
+            self._stuck.append(thread)
+            raise
+        return env
+
     def _read(self, env: TextEnvironment) -> None:
-        self._declared, self.group_reward = True, attribute(env, "group_reward", None)
-        if self.blocking is None and not has_async(
-            type(env.unwrapped), attribute(env, "tools", ())
-        ):
+        self.sample = env
+        is_async = has_async(type(env.unwrapped), attribute(env, "tools", ()))
+        if self.blocking is None and not is_async:
             self.blocking = attribute(env, "blocking", None)
 
+    def _thread(self, seat: _Seat) -> EnvThread:
+        seat.thread = seat.thread or EnvThread()
+        return seat.thread
+
+    def _discard(self, env: TextEnvironment, stuck: bool) -> None:
+        if stuck and isinstance(env, IsolatedEnv):
+            env.kill()  # its thread returns at once
+            stuck = False
+        self._close(self._seats.pop(id(env)), stuck)
+        self._stuck = [thread for thread in self._stuck if thread.alive]
+        if len(self._stuck) > self.max_stuck:
+            raise RolloutError(
+                f"{len(self._stuck)} environments hang, each in a thread that cannot be ended; "
+                f"expected at most {self.max_stuck}: give their calls time limits of their own, or "
+                'set rollout.isolation to "process"'
+            )
+
     def _close(self, seat: _Seat, stuck: bool = False) -> None:
-        """Closes an environment where it lives."""
-        if seat.thread is None or not (seat.threaded or stuck):
-            close_quietly(seat.env)
+        """Closes an environment in a thread: in its own, if all its calls run there."""
+        thread, close = seat.thread, partial(close_quietly, seat.env)
+        self._closing = [future for future in self._closing if not future.done()]
+        if thread is not None and (seat.threaded or stuck):
+            self._closing.append(thread.submit(close))
         else:
-            self._closing = [future for future in self._closing if not future.done()]
-            self._closing.append(seat.thread.submit(close_quietly, seat.env))
-        if seat.thread is not None:
-            seat.thread.stop()
+            self._closing.append(run_in_daemon(close, "close"))
+        if thread is not None:
+            thread.stop()
             if stuck:
-                self._stuck.append(seat.thread)
+                self._stuck.append(thread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +272,28 @@ def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     return bool(attribute(env, "blocks", lambda action: False)(*args))
 
 
+def _checked(scored: Any, group: Group) -> Group:
+    """Returns what a `group_reward` has made of a group.
+
+    Raises:
+        EnvironmentContractError: It is not the group with other rewards.
+    """
+    what, env_id = "group_reward() result", group.task.env_id
+    if not isinstance(scored, Group):
+        raise EnvironmentContractError(f"{env_id}: {what} is {scored!r}, expected a Group")
+    if len(scored.episodes) != len(group.episodes):
+        raise EnvironmentContractError(
+            f"{env_id}: {what} has {len(scored.episodes)} episodes, expected {len(group.episodes)}"
+        )
+    for episode in scored.episodes:
+        for value in (*(turn.reward for turn in episode.turns), episode.outcome):
+            if not math.isfinite(value):
+                raise EnvironmentContractError(
+                    f"{env_id}: {what} has a reward of {value}, expected a finite number"
+                )
+    return scored
+
+
 async def play_again(
     attempt: Callable[[int], Awaitable[Episode]], retries: int, log: FaultLog
 ) -> Episode:
@@ -276,8 +321,6 @@ async def play_pooled(
 ) -> Episode:
     """Plays one episode in an environment of a pool.
 
-    An environment that fails leaves the pool, and so does that of an episode that is cancelled.
-
     Args:
         pools: The pool, or one for each environment.
         task: See `play`; its `env_id` names the environment.
@@ -286,32 +329,20 @@ async def play_pooled(
             take.
         limits: Further arguments of `play`.
     """
-    pool = pools.of(task.env_id)
+    pool, episode = pools.of(task.env_id), None
     try:
-        env = await pool.acquire(timeout)
+        async with pool.lease(timeout) as env:
+            episode = await play(env, task, policy, timeout=timeout, call=pool.call, **limits)
+            if episode.ending.fault is not None:
+                raise EnvironmentFailed(episode.ending.fault)
+            if not episode.ending.ended:
+                await pool.abandon(env, timeout)
     except EnvironmentFailed as failure:
-        return failed_episode(task, failure.fault)
-    try:
-        episode = await play(env, task, policy, timeout=timeout, call=pool.call, **limits)
-    except asyncio.CancelledError:
-        with contextlib.suppress(RolloutError):  # the next failure reports that too many hang
-            pool.discard(env, stuck=True)
-        raise
-    if episode.failed:
-        pool.discard(env, stuck=episode.stop_reason is StopReason.ENV_TIMEOUT)
-        return episode
-    if not episode.ending.ended:
-        await pool.call(_abandon, env)
-    pool.give_back(env)
+        if episode is None:
+            return failed_episode(task, failure.fault)
+        if not episode.failed:  # it was played, and its environment failed afterwards
+            pools.faults.note(episode.task, failure.fault)
     return episode
-
-
-def _abandon(env: TextEnvironment) -> None:
-    """Tells an environment that its episode was cut; an exception is logged."""
-    try:
-        attempt(attribute(env, "abandon", lambda: None))
-    except Exception as error:
-        log_once("abandon()", error)
 
 
 def play_alone(

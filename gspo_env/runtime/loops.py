@@ -16,7 +16,6 @@ import inspect
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -37,7 +36,8 @@ _ENVIRONMENTS = "environments"
 _MARK = "__gspo_async__"
 _CANCEL_SECONDS = 10.0
 """Seconds that an interrupted coroutine has to finish."""
-_TIMEOUT_PARTS = 8
+_LOOKS = 8
+"""Most looks at the calls that run after a limit is over."""
 _NEW_OBJECTS = 50_000
 """New objects that trigger a garbage collection; Python's default is 700. The episodes of a rollout
 stay alive, so most collections would free nothing."""
@@ -54,25 +54,23 @@ _thread_loop = _ThreadLoop()
 
 
 class ActiveTimeout:
-    """An `asyncio.timeout` that a suspended process does not use up.
+    """An `asyncio.timeout` that tells a call that hangs from one that has just begun.
 
-    It counts in eight parts, and a part that ends late counts as two at most. So while the event
-    loop stands still, for example because Ctrl-Z stopped the process, at most one more part passes.
+    A call that runs when the time is over may go on for a quarter of the limit; if another one runs
+    then, that one may too. A limit that runs out while the process is suspended, as by Ctrl-Z,
+    starts again once.
 
     Args:
         seconds: The limit; None is no limit, and needs no event loop.
-        call: Returns the call that runs now, if one does. One that has just begun gets two parts:
-            what computes on the loop may keep its result from arriving.
+        call: Returns the call that runs now, if one does.
 
     Attributes:
-        hanging: The call that was running when the time was over.
+        hanging: The call that did not return.
     """
 
     def __init__(self, seconds: float | None, call: Callable[[], object] = str) -> None:
         self.hanging: object = None
-        self._call, self._calls = call, deque[object](maxlen=3)
-        self._remaining = seconds or 0.0
-        self._part = self._remaining / _TIMEOUT_PARTS
+        self._seconds, self._call = seconds or 0.0, call
         self._timeout = None if seconds is None else asyncio.timeout(None)
 
     async def __aenter__(self) -> ActiveTimeout:
@@ -80,7 +78,7 @@ class ActiveTimeout:
         if self._timeout is not None:
             await self._timeout.__aenter__()
             self._loop = asyncio.get_running_loop()
-            self._schedule(self._timeout)
+            self._schedule(self._timeout, self._seconds, None, _LOOKS)
         return self
 
     async def __aexit__(self, *error: Any) -> None:
@@ -97,19 +95,18 @@ class ActiveTimeout:
         """Returns whether the time was over."""
         return self._timeout is not None and self._timeout.expired()
 
-    def _schedule(self, timeout: asyncio.Timeout) -> None:
-        part = min(self._part, self._remaining) if self._remaining > 0 else self._part
-        due = self._loop.time() + part
-        self._timer = self._loop.call_at(due, self._count, part, due, timeout)
+    def _schedule(self, timeout: asyncio.Timeout, seconds: float, call: object, looks: int) -> None:
+        due = self._loop.time() + seconds
+        self._timer = self._loop.call_at(due, self._look, timeout, due, call, looks)
 
-    def _count(self, part: float, due: float, timeout: asyncio.Timeout) -> None:
-        now = self._loop.time()
-        self._remaining -= part + min(now - due, self._part)
-        self._calls.append(call := self._call())
-        if self._remaining > 0 or (call and any(call is not other for other in self._calls)):
-            self._schedule(timeout)
+    def _look(self, timeout: asyncio.Timeout, due: float, before: object, looks: int) -> None:
+        now, call = self._loop.time(), self._call() or None
+        if looks == _LOOKS and now - due > self._seconds / 8:
+            self._schedule(timeout, self._seconds, None, looks - 1)
+        elif call and call is not before and looks:
+            self._schedule(timeout, self._seconds / 4, call, looks - 1)
         else:
-            self.hanging = call
+            self.hanging = call if call is before else None
             timeout.reschedule(now)
 
 

@@ -19,7 +19,7 @@ from gspo_env.env.tools import format_tool_call
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.registry import load_module
 from gspo_env.rollout.play import demonstrator, play, play_now
-from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.pool import EnvPool, play_pooled
 from gspo_env.runtime.loops import run_alone
 from gspo_env.types import StopReason, Task
 
@@ -177,8 +177,7 @@ def asks(now):
 async def pooled(make, policy):
     pool = EnvPool(make)
     try:
-        env = await pool.acquire()
-        return await play(env, TASK, policy, timeout=60, call=pool.call)
+        return await play_pooled(pool, TASK, policy, timeout=60)
     finally:
         pool.close()
 
@@ -221,11 +220,11 @@ def test_an_async_step_that_would_end_its_loop_costs_its_episode_alone(fault):
 
     async def main():
         pool = EnvPool(Ends)
-        env = await pool.acquire()
-        both = [
-            await play(env, TASK, lambda now, word=word: word, timeout=60, call=pool.call)
-            for word in ("end", "yes")
-        ]
+        async with pool.lease() as env:
+            both = [
+                await play(env, TASK, lambda now, word=word: word, timeout=60, call=pool.call)
+                for word in ("end", "yes")
+            ]
         pool.close()
         return both
 

@@ -10,12 +10,15 @@ import textwrap
 
 import pytest
 from support.jails import eventually, is_alive
+from support.scripted_engine import Scripted
 
-from gspo_env.env.isolated import IsolatedEnv
+from gspo_env.env.base import TextEnv
+from gspo_env.env.isolated import DECLARED, FORWARDED, LOCAL, IsolatedEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, UnknownEnvironmentError
+from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.play import demonstrator, play_now
-from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.pool import EnvPool, play_pooled
 from gspo_env.types import StopReason, Task
 
 FILE = '''
@@ -143,7 +146,8 @@ def test_the_start_of_a_process_does_not_count_as_time_of_an_episode():
         return IsolatedEnv("gspo/Lookup-v0", timeout=0.05)  # imports take longer
 
     async def use():
-        pool.give_back(await pool.acquire(0.05))
+        async with pool.lease(0.05):
+            pass
 
     sample = make()
     pool = EnvPool(make, sample)
@@ -151,3 +155,163 @@ def test_the_start_of_a_process_does_not_count_as_time_of_an_episode():
     assert not pool.faults.counts
     pool.close()
     sample.close()
+
+
+GROUP_FILE = '''
+from dataclasses import replace
+from gspo_env import TextEnv, ToolEnv, tool
+
+class Plain(TextEnv):
+    """Two turns, of which the second one pays for a long action."""
+    blocking = False
+    system_prompt = "Be brief."
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.turn = 0
+        return f"begin {seed}", {"task_key": seed, "state_key": "a", "note": [1, 2]}
+
+    def step(self, action):
+        self.turn += 1
+        worth = action.count("birch") % 3 if self.turn == 2 else 0.25
+        return "on", worth, self.turn == 2, False, {"reward_parts": {"length": worth}}
+
+class Ranked(Plain):
+    """Adds the rank of an episode in its group, and a success that only the group tells."""
+
+    async def group_reward(self, group):
+        return ranked(group)
+
+class Waiting(Plain):
+    def group_reward(self, group):
+        return ranked(group)
+
+class Tools(ToolEnv):
+    @tool
+    def look(self, key: str) -> str:
+        """Looks.
+
+        Args:
+            key: Where.
+        """
+        return key
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed, options=options)
+        return f"begin {seed}", {}
+
+    def on_final(self, text):
+        return "", 0.0, True
+
+    async def group_reward(self, group):
+        assert [t.name for t in group.episodes[0].prompt.tools] == ["look"]
+        return ranked(group)
+
+def ranked(group):
+    episodes = []
+    order = sorted(group.episodes, key=lambda e: e.model_tokens)
+    for e in group.episodes:
+        *turns, last = e.turns
+        info = replace(last.info, success=order.index(e) > 0, reward_parts={"rank": 1.0})
+        last = replace(last, reward=last.reward + order.index(e), info=info)
+        ending = replace(e.ending, success=info.success)
+        episodes.append(replace(e, turns=(*turns, last), ending=ending))
+    return replace(group, episodes=tuple(episodes))
+'''
+
+
+@pytest.mark.parametrize("name", ["Plain", "Ranked", "Waiting", "Tools"])
+def test_a_group_has_the_same_rewards_with_and_without_isolation(tmp_path, chat, name):
+    (tmp_path / "groups.py").write_text(GROUP_FILE)
+    spec = f"{tmp_path}/groups.py:{name}"
+
+    def answer(prompt_ids, sampling):
+        words = chat.encode("birch " * (1 + sampling.seed % 5))
+        return *words[:7], chat.stop_ids[0]
+
+    def collect(make):
+        pool, limits = EnvPool(make), RolloutConfig(max_turn_tokens=8, max_context=256)
+        tasks = [Task(env_id="test", seed=n) for n in range(2)]
+        try:
+            return asyncio.run(
+                Collector(Scripted(answer), chat, pool, limits).collect(tasks, seed=0, group_size=3)
+            )
+        finally:
+            pool.close()
+
+    def parts(episode):
+        return [(t.text, t.action_ids, t.info.reward_parts) for t in episode.turns]
+
+    def shown(groups):
+        episodes = [e for g in groups for e in g.episodes]
+        return [
+            (e.rewards.tolist(), e.outcome, e.success, e.reset.extra, e.prompt.system, parts(e))
+            for e in episodes
+        ]
+
+    here = shown(collect(lambda: make_env(spec)))
+    there = shown(collect(lambda: IsolatedEnv(spec, timeout=30.0)))
+    assert here == there
+    assert len({tuple(rewards) for rewards, *_ in here}) > 1
+
+
+def test_the_child_forwards_all_public_names_of_an_environment():
+    names = {name for name in vars(TextEnv) if not name.startswith("_")}
+    gymnasium_names = {"metadata", "observation_space", "action_space", "reset"}
+    assert names - gymnasium_names - {"max_calls_per_turn"} == (
+        {*DECLARED, *FORWARDED, *LOCAL} - {"max_calls_per_turn", "snapshot", "restore"}
+    )
+
+
+def test_a_state_is_saved_in_one_process_and_restored_in_another(tmp_path):
+    (tmp_path / "count.py").write_text("""
+from gspo_env import TextEnv
+
+class Count(TextEnv):
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seen = {(seed,): 0}
+        return "begin", {}
+
+    def step(self, action):
+        self.seen[action] = self.seen.get(action, 0) + 1
+        return str(self.seen), 0.0, False, False, {}
+
+    def snapshot(self):
+        return self.seen
+
+    def restore(self, state):
+        self.seen = state
+""")
+    one, two = (IsolatedEnv(f"{tmp_path}/count.py:Count", timeout=30.0) for _ in range(2))
+    one.reset(seed=3)
+    one.step("a")
+    state = one.snapshot()
+    seen = one.step("a")[0]
+    two.reset(seed=4)
+    two.restore(state)
+    assert two.step("a")[0] == seen
+    for env in (one, two):
+        env.close()
+    assert not hasattr(IsolatedEnv("gspo/Lookup-v0"), "snapshot")
+
+
+def test_an_abandoned_episode_is_abandoned_in_the_other_process_too(tmp_path):
+    (tmp_path / "left.py").write_text("""
+from gspo_env import TextEnv
+
+class Left(TextEnv):
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "begin", {}
+
+    def step(self, action):
+        return "on", 0.0, False, False, {}
+
+    def abandon(self):
+        open(__file__ + ".txt", "a").write("x")
+""")
+    pool = EnvPool(lambda: IsolatedEnv(f"{tmp_path}/left.py:Left", timeout=30.0))
+    asyncio.run(play_pooled(pool, task(), lambda now: "go", timeout=30.0, max_turns=2))
+    pool.close()
+    assert (tmp_path / "left.py.txt").read_text() == "x"

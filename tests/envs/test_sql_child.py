@@ -55,16 +55,17 @@ def children(parent=0):
 def test_a_query_that_takes_seconds_in_one_operation_does_not_hold_the_event_loop():
     async def play():
         pool = EnvPool(lambda: make_env("gspo/SQL-v0"))
-        slow, quick = await pool.acquire(), await pool.acquire()
-        for env in (slow, quick):
-            await pool.call(env.reset, seed=0)
-        bomb = asyncio.create_task(pool.call(slow.step, format_tool_call("query", {"sql": PRINTF})))
-        for _ in range(3):
-            await asyncio.sleep(0)
-            step = format_tool_call("query", {"sql": "SELECT 1 + 1"})
-            assert (await pool.call(quick.step, step))[0] == "1 + 1\n2\n(1 row)"
-            assert not bomb.done()
-        assert (await bomb)[0] == "SQL error: too much work"
+        async with pool.lease() as slow, pool.lease() as quick:
+            for env in (slow, quick):
+                await pool.call(env.reset, seed=0)
+            bomb = format_tool_call("query", {"sql": PRINTF})
+            running = asyncio.create_task(pool.call(slow.step, bomb))
+            for _ in range(3):
+                await asyncio.sleep(0)
+                step = format_tool_call("query", {"sql": "SELECT 1 + 1"})
+                assert (await pool.call(quick.step, step))[0] == "1 + 1\n2\n(1 row)"
+                assert not running.done()
+            assert (await running)[0] == "SQL error: too much work"
         pool.close()
 
     asyncio.run(play())

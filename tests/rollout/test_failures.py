@@ -188,7 +188,7 @@ def test_an_environment_that_cannot_be_made_costs_one_attempt(player):
 
     groups = play(collector(player, Picky, max_turns=1))
     (fault,) = [fault for e in episodes(groups) for fault in e.faults]
-    assert fault.message.startswith("making the environment raised SystemExit: no licence (")
+    assert fault.message.startswith("__init__() raised SystemExit: no licence (")
     assert not any(e.failed for e in episodes(groups))
 
 
@@ -295,8 +295,8 @@ def test_a_process_with_a_stuck_environment_ends():
     program = """
     import asyncio, threading
     from gspo_env.env.base import TextEnv
-    from gspo_env.rollout.play import play, look
-    from gspo_env.rollout.pool import EnvPool
+    from gspo_env.rollout.play import look
+    from gspo_env.rollout.pool import EnvPool, play_pooled
     from gspo_env.types import Task
 
     class Stuck(TextEnv):
@@ -304,10 +304,8 @@ def test_a_process_with_a_stuck_environment_ends():
             threading.Event().wait()
 
     async def main():
-        env = await pool.acquire()
-        episode = await play(env, Task(env_id="x", seed=0), look, timeout=0.1, call=pool.call)
-        pool.discard(env, stuck=True)
-        return episode.stop_reason
+        task = Task(env_id="x", seed=0)
+        return (await play_pooled(pool, task, look, timeout=0.1)).stop_reason
 
     pool = EnvPool(Stuck, close_timeout=0.1)
     print(asyncio.run(main()))

@@ -41,8 +41,11 @@ def collector(chat, make, **limits):
 
 
 def split_of(pool, env_id, count):
-    env = asyncio.run(pool.acquire())
-    pool.give_back(env)
+    async def first():
+        async with pool.lease() as env:
+            return env
+
+    env = asyncio.run(first())
 
     def read(tasks):
         return asyncio.run(read_resets(pool, RolloutConfig(), tasks))

@@ -1,0 +1,170 @@
+"""Every wait for an environment has a limit: what hangs is a fault, and the rollout goes on."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+from support.scripted_engine import Scripted
+from support.small_env import Small
+
+from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.rollout.play import PolicyOutput
+from gspo_env.rollout.pool import EnvPool, play_pooled
+from gspo_env.types import StopReason, Task
+
+TASKS = [Task(env_id="test/A-v0", seed=n) for n in range(2)]
+RELEASE = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def release():
+    RELEASE.clear()
+    yield
+    RELEASE.set()
+
+
+def collector(chat, make, **limits):
+    engine = Scripted(lambda prompt_ids, sampling: (chat.stop_ids[0],))
+    settings = {"max_turn_tokens": 8, "max_context": 256, "episode_timeout": 0.3, **limits}
+    pool = EnvPool(make, blocking=make.blocking, close_timeout=0.3)
+    return Collector(engine, chat, pool, RolloutConfig(**settings))
+
+
+def collect(running, size=2):
+    try:
+        return asyncio.run(running.collect(TASKS, seed=0, group_size=size))
+    finally:
+        running.pool.close()
+
+
+class Cut(Small):
+    """Never ends by itself."""
+
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+        self.number = self.made
+
+    def step(self, action):
+        return "on", 1.0, False, False, {}
+
+
+class Abandoned(Cut):
+    """The first one never returns from `abandon`."""
+
+    def abandon(self):
+        if self.number == 1:
+            RELEASE.wait()
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_hanging_abandon_costs_its_environment_and_no_episode(chat, blocking):
+    make = type("Fresh", (Abandoned,), {"blocking": blocking})
+    running = collector(chat, make, max_turns=2, concurrency=1)
+    groups = collect(running)
+    assert [e.stop_reason for g in groups for e in g.episodes] == [StopReason.MAX_TURNS] * 4
+    assert running.pool.faults.counts == {StopReason.ENV_TIMEOUT: 1}
+    assert "abandon() had not returned when the 0.3 s" in running.pool.faults.first.message
+    assert make.made == 2
+
+
+async def waits(self, group):
+    if group.task.seed == 0:
+        await asyncio.sleep(1000)
+    return group
+
+
+def blocks(self, group):
+    if group.task.seed == 0:
+        RELEASE.wait()
+    return group
+
+
+def raises(self, group):
+    if group.task.seed == 0:
+        raise KeyError("rank")
+    return group
+
+
+async def shorter(self, group):
+    return replace(group, episodes=group.episodes[group.task.seed == 0 :])
+
+
+async def infinite(self, group):
+    worth = float("inf") if group.task.seed == 0 else 0.5
+    turns = [tuple(replace(turn, reward=worth) for turn in e.turns) for e in group.episodes]
+    pairs = zip(group.episodes, turns, strict=True)
+    return replace(group, episodes=tuple(replace(e, turns=row) for e, row in pairs))
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize(
+    ("reward", "reason", "words"),
+    [
+        (waits, StopReason.ENV_TIMEOUT, "group_reward() had not returned when the 0.3 s"),
+        (blocks, StopReason.ENV_TIMEOUT, "group_reward() had not returned when the 0.3 s"),
+        (raises, StopReason.ERROR, "group_reward() raised KeyError: 'rank' (tests/rollout/test_w"),
+        (shorter, StopReason.INVALID, "group_reward() result has 1 episodes, expected 2"),
+        (infinite, StopReason.INVALID, "group_reward() result has a reward of inf"),
+    ],
+)
+def test_a_group_reward_that_hangs_or_fails_costs_its_group(chat, blocking, reward, reason, words):
+    make = type("Fresh", (Small,), {"blocking": blocking, "group_reward": reward})
+    running = collector(chat, make)
+    lost, played = collect(running)
+    assert [e.stop_reason for e in lost.episodes] == [reason] * 2
+    assert all(words in e.error and not e.success for e in lost.episodes)
+    assert all(e.success for e in played.episodes)
+    assert running.pool.faults.counts == {reason: 1}
+
+
+@pytest.mark.parametrize("kind", [lambda f: f, lambda f: staticmethod(lambda g: f(None, g))])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_plain_function_may_add_the_rewards_of_a_group(chat, blocking, kind):
+    def ranks(self, group):
+        rows = [
+            replace(e, turns=tuple(replace(turn, reward=float(g)) for turn in e.turns))
+            for g, e in enumerate(group.episodes)
+        ]
+        return replace(group, episodes=tuple(rows))
+
+    make = type("Fresh", (Small,), {"blocking": blocking, "group_reward": kind(ranks)})
+    groups = collect(collector(chat, make), size=3)
+    assert [[e.outcome for e in g.episodes] for g in groups] == [[0.0, 1.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_closing_a_pool_takes_no_longer_than_its_limit(chat, blocking, caplog):
+    class Stays(Small):
+        def close(self):
+            RELEASE.wait()
+
+    collect(collector(chat, type("Fresh", (Stays,), {"blocking": blocking})))
+    assert "environments have not closed within 0.3 s" in caplog.text
+
+
+@pytest.mark.parametrize("broken", [1, 4])
+def test_environments_that_hang_as_they_are_made_cost_the_limit_at_the_same_time(broken):
+    class Slow(Cut):
+        def __init__(self):
+            super().__init__()
+            if self.number <= broken:
+                RELEASE.wait()
+
+    async def one(pool, task):
+        look = PolicyOutput(stop=StopReason.MAX_TURNS)
+        episode = await play_pooled(pool, task, lambda now: look, timeout=0.3)
+        return episode.failed, make.made
+
+    async def main(pool):
+        return await asyncio.gather(*(one(pool, task) for task in TASKS * 2))
+
+    make = type("Fresh", (Slow,), {"blocking": None})
+    pool = EnvPool(make, close_timeout=0.1)
+    (first, *others) = asyncio.run(main(pool))
+    assert first[0]
+    assert sum(failed for failed, _ in others) == broken - 1
+    assert broken == 1 or {made for _, made in others} == {4}
+    pool.close()
