@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
 from gspo_env.distributed.ranks import Ranks
@@ -23,6 +24,7 @@ from gspo_env.learner.settings import LearnerConfig
 from gspo_env.model.adapters import plain_model
 from gspo_env.model.attention import RAGGED, use_ragged_attention
 from gspo_env.model.check import ModelCheck, RunMode, check_model, note_check
+from gspo_env.model.head import BODY, body_of
 from gspo_env.model.load import add_adapter
 
 
@@ -116,6 +118,9 @@ def shard(
         fully_shard(layer, mesh=ranks.mesh, reshard_after_forward=True)
     filler.fill(model)
     fully_shard(model, mesh=ranks.mesh, reshard_after_forward=False)
+    if (body := body_of(model)) is not None:
+        setattr(model, BODY, partial(body))
+        register_fsdp_forward_method(model, BODY)
     model.eval()
     _check(model, ranks)
     return model

@@ -243,7 +243,7 @@ class Learner:
         if policy_is_reference:
             reference_N = trainer_N
         elif loss.needs_reference:
-            reference_N = self.reference_logprobs(microbatch.row)
+            reference_N = self.reference_logprobs(microbatch.row, scorer)
         return replace(microbatch, trainer_logprobs_N=trainer_N, reference_logprobs_N=reference_N)
 
     def logprobs(self, row: PackedBatch, scorer: Scorer | None = None) -> Tensor:
@@ -251,11 +251,12 @@ class Learner:
         with torch.no_grad():
             return (scorer or self.scorer)(row)[0].logprobs_N
 
-    def reference_logprobs(self, row: PackedBatch) -> Tensor:
+    def reference_logprobs(self, row: PackedBatch, scorer: Scorer | None = None) -> Tensor:
         """Computes the log-probabilities of the model tokens by the initial model, (N,)."""
         if self._reference is None:
-            with self.policy.disable_adapter():
-                return self.logprobs(row)
+            scorer = scorer or self.scorer
+            with scorer.model.disable_adapter():  # not that of another thread
+                return self.logprobs(row, scorer)
         with torch.no_grad():
             return self._reference(row)[0].logprobs_N
 

@@ -5,14 +5,15 @@ Axis letters: N model tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from gspo_env.model.adapters import plain_model
 from gspo_env.model.attention import PackedAttention
 from gspo_env.registry import load_function
 
@@ -21,6 +22,9 @@ _CHUNK = {"cpu": 2**24, "cuda": 2**27}
 
 _LARGE = 1 << 20
 """Weights of a head whose products can be faster with oneDNN."""
+
+BODY = "gspo_body"
+"""Attribute of a model in shards: a method that runs its body and gathers what the head needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,42 +174,59 @@ def usable_ids(model: Any) -> int:
     return int(getattr(config, "usable_vocab_size", config.vocab_size))
 
 
-def linear_head(model: Any, packed: bool) -> nn.Linear | None:
-    """Returns the output head if the model's logits are that linear layer and nothing else.
+def body_of(model: Any) -> Callable[..., Any] | None:
+    """Returns the part of a causal LM that computes hidden states; None if it has no such part."""
+    plain = plain_model(model)
+    bodies = (getattr(model, BODY, None), plain.base_model, getattr(plain, "model", None))
+    return next((body for body in bodies if body is not None and body is not plain), None)
 
-    A model may cap or scale its logits, and an adapter may wrap the head. The test is one forward
-    pass with large logits, which a cap would change.
+
+def linear_head(model: Any, packed: bool) -> nn.Linear | None:
+    """Returns the output head if the logits are that linear layer of the body's states, no more.
+
+    A model may cap or scale its logits or the states, and an adapter may wrap the head or add
+    tokens. The test is one pass of the model, in which large states replace those that reach the
+    head, because a cap would change their logits, and one of the body.
 
     Args:
         model: The causal LM.
         packed: Whether it has ragged attention.
     """
-    head = model.get_output_embeddings()
-    if not is_linear(head):
+    head, body = model.get_output_embeddings(), body_of(model)
+    if body is None or not is_linear(head):
         return None
-    seen: list[Tensor] = []
-
-    def logits_of_large_states(hidden: Tensor) -> Tensor:
-        large = torch.linspace(-1e3, 1e3, hidden.numel(), dtype=hidden.dtype, device=hidden.device)
-        seen.append(nn.functional.linear(large.view_as(hidden), head.weight, head.bias))
-        return seen[0]
-
     ids = torch.zeros(1, 2, dtype=torch.long, device=head.weight.device)
-    with torch.no_grad(), _replaced_head(head, logits_of_large_states):
-        attention = {"ragged": PackedAttention([2], ids.device)} if packed else {}
-        logits = model(input_ids=ids, use_cache=False, **attention).logits
-    return head if len(seen) == 1 and torch.equal(seen[0], logits) else None
+    attention = {"ragged": PackedAttention([2], ids.device)} if packed else {}
+    inputs = {"input_ids": ids, "use_cache": False, **attention}
+    with torch.no_grad():
+        with _LargeStates(head) as tail:
+            logits = model(**inputs).logits
+        if len(tail.seen) != 1 or not torch.equal(tail.seen[0][1], logits):
+            return None
+        states = body(**inputs).last_hidden_state
+    same = states.shape == tail.seen[0][0].shape and torch.allclose(states, tail.seen[0][0], 0.01)
+    return head if same else None
 
 
-@contextmanager
-def _replaced_head(head: nn.Linear, forward: Any) -> Iterator[None]:
-    head.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del head.forward
+class _LargeStates(TorchFunctionMode):
+    """Gives an output head large states; nothing outside of this thread sees it.
 
+    Attributes:
+        seen: The states in whose place they were, and their logits.
+    """
 
-def without_head(head: nn.Linear) -> AbstractContextManager[None]:
-    """Returns a context in which the model returns the inputs of its head as its logits."""
-    return _replaced_head(head, lambda hidden: hidden)
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self._head = head
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replaces the factor of the head's weight."""
+        product = func is nn.functional.linear and len(args) > 1
+        if not product or args[1] is not self._head.weight:
+            return func(*args, **(kwargs or {}))
+        states, *rest = args
+        large = torch.linspace(-1e3, 1e3, states.numel(), dtype=states.dtype, device=states.device)
+        logits = func(large.view_as(states), *rest, **(kwargs or {}))
+        self.seen.append((states, logits))
+        return logits

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import has_torch_function
 
 from gspo_env.model.attention import is_half, padded_length, weighted_sum
 
@@ -85,7 +86,11 @@ class WideLinear(nn.Linear):
         """See `nn.Linear.forward`."""
         weight = self.weight
         plain = torch.is_autocast_enabled("cpu") or type(weight) is not nn.Parameter
-        if plain or not (input.numel() and weight.is_contiguous() and _is_wide(input, weight)):
+        if (
+            plain
+            or has_torch_function((input,))
+            or not (input.numel() and weight.is_contiguous() and _is_wide(input, weight))
+        ):
             return super().forward(input)
         apply: Any = _Product.apply
         rows = input.reshape(-1, self.in_features).contiguous()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +50,7 @@ class Scorer:
         if not is_small(model):
             load_function("gspo_env.model.products:use_wide_products", "product")(model)
         self.model, self.temperature = model, temperature
-        self.head = head.linear_head(model, packed)
+        self.head, self._body = head.linear_head(model, packed), head.body_of(model)
         self._ids = head.usable_ids(model)
         # without a linear head, a batch would have logits of every token in memory
         apart = self._run_alone if not padded or self.head is None else self._run_padded
@@ -70,10 +69,7 @@ class Scorer:
         target_M = batch.target_N
         if batch.distinct_M is not None:
             target_M = target_M[batch.distinct_M]
-        with nullcontext() if self.head is None else head.without_head(self.head):
-            states, router_logits = self._run(
-                batch, {"output_router_logits": True} if routers else {}
-            )
+        states, router_logits = self._run(batch, {"output_router_logits": True} if routers else {})
         if self.head is None:
             predictions = head.predict_from_logits(
                 states[:, : self._ids], target_M, self.temperature
@@ -91,6 +87,16 @@ class Scorer:
         balance = load_function("gspo_env.model.router:balance_router", "router")
         return predictions, balance(router_logits, self._experts_per_token, batch.uses_T)
 
+    def _states(self, kept: Tensor | slice, **inputs: Any) -> tuple[Tensor, Sequence[Tensor]]:
+        """Returns the head's inputs (or the logits) of the kept tokens, and router logits."""
+        if self.head is None or self._body is None:
+            output = self.model(use_cache=False, logits_to_keep=kept, **inputs)
+            states = output.logits
+        else:
+            output = self._body(use_cache=False, **inputs)
+            states = output.last_hidden_state[:, kept]
+        return states, output.router_logits if "output_router_logits" in inputs else ()
+
     def _run_packed(
         self, batch: PackedBatch, options: dict[str, Any]
     ) -> tuple[Tensor, Sequence[Tensor]]:
@@ -105,15 +111,14 @@ class Scorer:
         attention = (
             TreeAttention(runs, device) if runs else PackedAttention(batch.lengths_B, device)
         )
-        output = self.model(
+        states, routers = self._states(
+            source_M,
             input_ids=batch.input_ids_T[None],
             position_ids=batch.positions_T[None],
-            use_cache=False,
-            logits_to_keep=source_M,
             ragged=attention,
             **options,
         )
-        return output.logits[0], output.router_logits if options else ()
+        return states[0], routers
 
     def _run_alone(
         self, batch: PackedBatch, options: dict[str, Any]
@@ -123,14 +128,10 @@ class Scorer:
         for length, source in zip(
             batch.lengths_B, torch.split(batch.source_N, list(batch.counts_B)), strict=True
         ):
-            output = self.model(
-                input_ids=batch.input_ids_T[None, start : start + length],
-                use_cache=False,
-                logits_to_keep=source - start,
-                **options,
-            )
-            states.append(output.logits[0])
-            routers.append(output.router_logits if options else ())
+            ids = batch.input_ids_T[None, start : start + length]
+            state, router = self._states(source - start, input_ids=ids, **options)
+            states.append(state[0])
+            routers.append(router)
             start += length
         return torch.cat(states), [torch.cat(layer) for layer in zip(*routers, strict=True)]
 
@@ -145,9 +146,8 @@ class Scorer:
         states, routers = [], []
         for ids in rows.padded(batch.input_ids_T[:, None, None]):
             ids_BL = ids[:, 0, :, 0]
-            output = self.model(input_ids=ids_BL, use_cache=False, **options)
-            states.append(output.logits[:, None])
-            layers = output.router_logits if options else ()
+            state, layers = self._states(slice(None), input_ids=ids_BL, **options)
+            states.append(state[:, None])
             routers.append([layer.view(len(ids_BL), 1, *ids_BL.shape[1:], -1) for layer in layers])
         router_logits = [rows.unpadded(layer)[:, 0] for layer in zip(*routers, strict=True)]
         return rows.unpadded(states)[batch.source_N, 0], router_logits

@@ -15,6 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from gspo_env.batch.packing import pack
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.learner import GSPO, LearnerConfig
+from gspo_env.model.head import body_of
 from gspo_env.model.router import balance_router
 
 
@@ -41,7 +42,7 @@ def test_no_pass_is_made_that_nothing_needs(model, samples):
             learner.update(samples)
         passes = Counter()
         for scorer in filter(None, (learner.scorer, learner._reference)):
-            scorer.model.register_forward_pre_hook(
+            body_of(scorer.model).register_forward_pre_hook(
                 lambda *_: passes.update([torch.is_grad_enabled()])
             )
         learner.update(samples)

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ import torch
 from support.learners import sample_of
 from support.runs import timeless
 
-from gspo_env.batch.packing import LEAST_TOKENS, microbatches
+from gspo_env.batch.packing import LEAST_TOKENS, microbatches, pack
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.learner.parallel import ParallelRows
+from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.load import add_adapter
 from gspo_env.model.scorer import Scorer
 
@@ -31,14 +33,16 @@ def make_samples(count=24, seed=0, prompt=40):
 
 @pytest.fixture
 def make_learner(model, monkeypatch):
-    def make(cores=2, parallel=True, model=model, **settings):
+    def make(cores=2, parallel=True, model=model, loss=None, **settings):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
         with monkeypatch.context() as patch:
             if not parallel:
                 patch.setattr(ParallelRows, "suits", lambda model: False)
             config = {"learning_rate": 1e-2, "warmup_steps": 0, "minibatches": 2, **settings}
-            return Learner(copy.deepcopy(model), GSPO(), LearnerConfig(**config), total_steps=9)
+            return Learner(
+                copy.deepcopy(model), loss or GSPO(), LearnerConfig(**config), total_steps=9
+            )
 
     return make
 
@@ -131,3 +135,31 @@ def test_rows_are_at_least_as_many_as_asked_and_alike_unless_they_are_small():
         assert max(sizes) < 1.2 * min(sizes)
     few = many[: LEAST_TOKENS // 100]
     assert len(microbatches(few, 10**6, least=2)) == 1
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_both_threads_score_with_one_reference(model, adapter, make_learner):
+    model = add_adapter(copy.deepcopy(model), 4) if adapter else model
+    results = []
+    for cores in (2, 1):
+        learner = make_learner(cores, True, model, loss=GSPO(kl_coef=0.1))
+        updates = [learner.update(make_samples(seed=n)) for n in range(3)]
+        results.append((weights(learner), timeless(enumerate(updates))))
+    (threads, metrics), (one, alone) = results
+    assert all(torch.equal(threads[name], one[name]) for name in one)
+    assert repr(metrics) == repr(alone)
+    assert all(update["train/kl"] > 0 for _, update in metrics[1:])
+
+
+def test_threads_share_a_scorer(model):
+    use_ragged_attention(model)
+    scorer, batches = Scorer(model, 1.0), [pack(make_samples(4, seed)) for seed in range(2)]
+
+    def score(n):
+        with torch.no_grad():
+            return scorer(batches[n % 2])[0].logprobs_N
+
+    with ThreadPoolExecutor(2) as threads:
+        scores = list(threads.map(score, range(60)))
+    for n, score_N in enumerate(scores):
+        assert torch.equal(score_N, score(n))

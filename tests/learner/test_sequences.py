@@ -14,6 +14,7 @@ from support.turns import episode, turn
 from gspo_env.batch.sample import to_samples
 from gspo_env.errors import BatchError
 from gspo_env.learner import GRPO, GSPO, ClippedLoss, DrGRPO, Loss, policy_loss
+from gspo_env.model.head import body_of
 
 learner_of = partial(learners.learner_of, dtype=torch.float64)
 
@@ -152,7 +153,7 @@ def test_the_first_step_needs_no_pass_for_its_ratios(model, gradients):
     samples = to_samples(played, credit(played))
     learner = learner_of(model, GSPO(), microbatch_tokens=1)
     passes = []
-    learner.policy.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    body_of(learner.policy).register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     found, metrics = gradients(learner, samples)
     assert passes == [True] * len(samples)
     assert metrics["train/ratio_min"] == metrics["train/ratio_max"] == 1.0
