@@ -396,7 +396,7 @@ class GSPOAgent:
 
     def _write_run(self, folder: Path) -> None:
         self._write(folder / MODEL)
-        if hasattr(self.model, "disable_adapter") and self.config.model:
+        if hasattr(self.model, "disable_adapter"):
             save_adapter(self.model, folder / "adapter")
 
     @classmethod

@@ -14,6 +14,11 @@ Weights = dict[str, Callable[[], Tensor] | Tensor]
 """Weights by name; those of a layer with an adapter are computed when they are called."""
 
 
+def tensor_of(weight: Callable[[], Tensor] | Tensor) -> Tensor:
+    """Returns one of the `Weights`, computed if it has to be."""
+    return weight if isinstance(weight, Tensor) else weight()
+
+
 def plain_model(model: Any) -> Any:
     """Returns the `transformers` model inside a PEFT model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

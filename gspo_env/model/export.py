@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_env.model.adapters import Weights, effective_weights, plain_model
+from gspo_env.model.adapters import Weights, effective_weights, plain_model, tensor_of
 from gspo_env.model.head import usable_ids
 from gspo_env.model.load import replaced_folder
 
@@ -34,7 +34,7 @@ def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     base, weights = plain_model(model), effective_weights(model)
     unique = _without_duplicates(base, weights)
     for names in _layers(unique):
-        group = {name: _tensor(weights[name]) for name in names}
+        group = {name: tensor_of(weights[name]) for name in names}
         yield from _as_checkpoint(base, group).items()
 
 
@@ -120,10 +120,6 @@ def shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
             shard, size = {}, 0
     if shard:
         yield shard
-
-
-def _tensor(weight: Any) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight()
 
 
 def _without_duplicates(base: Any, weights: Weights) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import itertools
 import logging
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from gspo_env.errors import ModelError, OutputError
+from gspo_env.model.adapters import effective_weights, plain_model, tensor_of
 from gspo_env.model.head import is_linear
 from gspo_env.redaction import visible
 from gspo_env.registry import load_function
@@ -74,12 +74,14 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """Writes a model and its tokenizer in Hugging Face form, all or nothing.
 
-    A LoRA adapter is merged into a copy of the model, so that the folder loads without its base.
+    A LoRA adapter is merged as for an engine, so that the folder loads without its base.
     """
+    weights = None
     if hasattr(model, "merge_and_unload"):
-        model = copy.deepcopy(model).merge_and_unload()
+        weights = {name: tensor_of(weight) for name, weight in effective_weights(model).items()}
+        model = plain_model(model)
     with replaced_folder(folder) as part:
-        model.save_pretrained(part)
+        model.save_pretrained(part, state_dict=weights)
         tokenizer.save_pretrained(part)
 
 

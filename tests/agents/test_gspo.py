@@ -18,6 +18,7 @@ from gspo_env.env.info import read_prompt
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.model import add_adapter
+from gspo_env.model.load import has_adapter
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.registry import find
 
@@ -74,6 +75,7 @@ def test_a_run_names_its_metrics_and_its_folder_loads_with_transformers_alone():
         *("time/rollout", "time/update", "time/sync", "time/eval"),
     }
     assert all(m.get("train/logprob_diff_max", 0.0) < 1e-4 for _, m in history)
+    assert has_adapter(agent.folder / "adapter")
     loaded = AutoModelForCausalLM.from_pretrained(agent.folder / "model")
     agent.model.get_base_model().set_attn_implementation("sdpa")
     ids = torch.tensor([[5, 9, 300, 20]])

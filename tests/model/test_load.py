@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from gspo_env.errors import ModelError
 from gspo_env.model import add_adapter, save_adapter
+from gspo_env.model.export import named_weights
 from gspo_env.model.load import load_model, match_tokenizer, replaced_folder, save_model
 
 
@@ -72,6 +73,24 @@ def test_a_saved_adapter_loads_with_peft_alone(model, tmp_path):
     again = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter")
     ids = torch.tensor([[3, 4, 5]])
     assert torch.equal(again(ids).logits, adapted(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_model_has_the_merged_weights_that_an_engine_gets(
+    model, tokenizer, dtype, tmp_path
+):
+    adapted = add_adapter(copy.deepcopy(model).to(dtype), 2)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    save_model(adapted, tokenizer, tmp_path / "model")
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    sent = dict(named_weights(adapted))
+    assert saved.keys() == sent.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in sent.items())
+    ids = torch.tensor([[3, 4, 5]])
+    again, _ = load_model(str(tmp_path / "model"), "auto" if dtype is torch.float32 else "bfloat16")
+    torch.testing.assert_close(again(ids).logits, adapted(ids).logits, rtol=0, atol=0.1)
 
 
 class Payload:
