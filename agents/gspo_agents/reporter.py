@@ -69,14 +69,11 @@ class Reporter:
 
     def begin(self, model: Any, env_id: str, findings: Sequence[Finding]) -> None:
         """Says what is trained, where, and what is wrong with the settings."""
-        from gspo_env.model.thread_speed import watch
-
         look = self._tracker.how_to_look
         folder = self._checkpoints.run
         self._progress.line(opening(self.config, env_id, model, folder, look))
         self._progress.begin("start", 0, self.config.steps)
         self._summarise([])
-        self._watch_threads = watch(model)
         for finding in findings:
             self.warned(finding)
 
@@ -99,7 +96,6 @@ class Reporter:
             tokens_per_second=stats.tokens / stats.seconds,
             clipped=metrics.get("train/clipped_fraction"),
         )
-        self._watch_threads(stats.tokens / stats.seconds)
         every, last = self.config.eval_every, self.config.steps
         if step == last or (every and step % every == 0):
             self._progress.begin("evaluate", step, last)

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from gspo_env.registry import load_function
-
 SMALL = 5_000_000
 """Parameters below which one thread is used, since two gain less than a tenth."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -25,11 +23,13 @@ def use_threads(model: Any) -> int:
     """Lets torch compute a small model with one thread; returns the number of threads.
 
     The user's own `OMP_NUM_THREADS` is left as it is. For a larger model, the number that is
-    fastest now is measured.
+    fastest is measured. Call this once, before the first step: sums round in another order with
+    another number.
     """
     keep_memory()
     if "OMP_NUM_THREADS" not in os.environ:
-        choose = load_function("gspo_env.model.thread_speed:choose", "threads")
+        from gspo_env.model.thread_speed import choose
+
         torch.set_num_threads(1 if is_small(model) else choose(model))
     return torch.get_num_threads()
 
