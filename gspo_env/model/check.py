@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from gspo_env.batch.packing import pack
-from gspo_env.batch.prefix import build_tree, sort_by_prefix
 from gspo_env.batch.sample import Sample
 from gspo_env.errors import ModelError
 from gspo_env.model.adapters import plain_model
@@ -47,10 +46,6 @@ the logits, or by one epsilon if that is more."""
 SHARED_TOKENS, LONG, SHORT = 20, 32, 26
 """Tokens of the common prefix (a tree shares 16 or more) and of the two sequences."""
 _NOTE = "_gspo_check"
-_CHANNELS = 64
-"""Channels of each token that are compared in every module."""
-_JUMP = 4
-"""A module whose output differs less than this many times its input only passes on a difference."""
 
 
 class RunMode(StrEnum):
@@ -67,19 +62,18 @@ class Difference:
 
     nats: float
     """Largest difference of a token's log-probability; infinite if the model cannot run so."""
-    cause: str = ""
-    """The first layer whose output differs, or the error; empty if all outputs are the same."""
+    error: str = ""
+    """Why it cannot."""
 
     def within(self, bound: float) -> bool:
         """Returns whether the mode counts as equal."""
-        return self.nats <= bound and not self.cause
+        return self.nats <= bound
 
     def __str__(self) -> str:
         """Describes the difference in a few words."""
-        if math.isinf(self.nats):
-            return f"fail with {self.cause}"
-        where = f", first in {self.cause}" if self.cause else ""
-        return f"change log-probabilities by {self.nats:.2g}{where}"
+        if self.error:
+            return f"fail with {self.error}"
+        return f"change log-probabilities by {self.nats:.2g}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,8 +161,6 @@ class ModelProbe:
             )
             for row in self.ids
         ]
-        self._rows_alone: list[dict[tuple[str, int], _Rows]] = []
-        self._causes: list[str] = []
         attention = model.config._attn_implementation
         self.use_own_attention()
         with self._evaluating():
@@ -191,7 +183,7 @@ class ModelProbe:
             use_ragged_attention(self.model)
             packed = self.measure(self._score)
         except ModelError as error:
-            packed = Difference(nats=math.inf, cause=str(error))
+            packed = Difference(nats=math.inf, error=str(error))
         shared = packed
         if packed.within(self.bound):
             shared = self.measure(lambda: self._score(share=True))
@@ -205,10 +197,10 @@ class ModelProbe:
             limit = min(attention_limit(self.model), longest or math.inf)
         if limit < (max_context or math.inf):
             length = "unknown" if max_context is None else str(max_context)
-            return self.unpacked(
-                check,
-                f"packed rows are wrong beyond {limit} tokens a sequence; max_context is {length}",
-            )
+            reason = f"beyond {limit} tokens a sequence; max_context is {length}"
+            if not limit:
+                reason = "of any length: a layer reads the row otherwise than by attention"
+            return self.unpacked(check, f"packed rows are wrong {reason}")
         check = replace(check, limit=None if math.isinf(limit) else int(limit))
         if not shared.within(self.bound):
             return replace(check, mode=RunMode.PACKED, reason=f"shared prefixes {shared}")
@@ -251,41 +243,13 @@ class ModelProbe:
 
     def measure(self, run: Callable[[], float]) -> Difference:
         """Calls `run`, which returns the largest difference of a log-probability."""
-        self._causes.clear()
         try:
             with self._evaluating():
-                nats = run()
+                return Difference(nats=run())
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a model cannot do; it is reported
-            return Difference(nats=math.inf, cause=_line(error))
-        # in half precision a router that takes another expert is noise, so the bound alone decides
-        counts = nats > self.bound or torch.finfo(self.model.dtype).bits > 16
-        return Difference(nats=nats, cause=self._causes[0] if self._causes and counts else "")
-
-    @contextmanager
-    def traced(self, places: Any) -> Iterator[None]:
-        """Looks for the first module in this pass whose output differs though its input does not.
-
-        Args:
-            places: Of each token of the pass, its position in both sequences end to end.
-        """
-        with _rows_by_module(self.model, len(places)) as rows:
-            yield
-        places = torch.as_tensor(places).to(self.device)
-        limit = max(torch.finfo(self.model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
-        for key, (before, after) in rows.items():
-            if not all(key in alone for alone in self._rows_alone):
-                continue
-            inputs, outputs = zip(*(alone[key] for alone in self._rows_alone), strict=True)
-            change = 0.0
-            if before is not None and None not in inputs:
-                change = _relative(torch.cat(inputs)[places], before)
-            if not _relative(torch.cat(outputs)[places], after) <= max(limit, _JUMP * change):
-                name = key[0].removeprefix("base_model.model.") or "model"  # PEFT adds the prefix
-                kind = type(self.model.get_submodule(key[0])).__name__
-                self._causes.append(f"{name} ({kind})")
-                return
+            return Difference(nats=math.inf, error=_line(error))
 
     def difference(self, logits_TV: Tensor, tokens: list[tuple[int, int]]) -> float:
         """Compares the prediction of token t of each sequence n, given as (n, t)."""
@@ -298,8 +262,7 @@ class ModelProbe:
         rows, spread = [], 0.0
         for ids in (torch.from_numpy(row).to(self.device) for row in self.ids):
             try:
-                with _rows_by_module(self.model, len(ids)) as seen:
-                    logits = self.model(input_ids=ids[None], use_cache=False).logits[0]
+                logits = self.model(input_ids=ids[None], use_cache=False).logits[0]
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a model cannot do
@@ -307,7 +270,6 @@ class ModelProbe:
                     f"{model_name(self.model)} cannot score {len(ids)} random tokens: "
                     f"{_line(error)}"
                 ) from error
-            self._rows_alone.append(seen)
             rows.append(_logprobs(logits[:-1, : self._ids], ids[1:]))
             spread = max(spread, float(logits.float().std(-1).mean()))
         return torch.cat(rows), spread
@@ -341,18 +303,11 @@ class ModelProbe:
         finally:
             for hook in hooks:
                 hook.remove()
-            del self._rows_alone[len(self.ids) :]
 
     def _score(self, share: bool = False, **options: bool) -> float:
         """Scores both sequences in one row, as the learner does."""
         row = pack(self._samples, self.device, share=share)
-        scorer = Scorer(self.model, 1.0, **options)
-        places = np.arange(LONG + SHORT)
-        if row.runs:
-            tree = build_tree(self.ids, sort_by_prefix(self.ids))
-            places = np.unique(np.concatenate(tree.places), return_index=True)[1]
-        with self.traced(places):
-            logprobs = scorer(row)[0].logprobs_N
+        logprobs = Scorer(self.model, 1.0, **options)(row)[0].logprobs_N
         return _distance(logprobs, self._truth)
 
 
@@ -375,7 +330,8 @@ def attention_limit(model: Any) -> float:
     """Returns the tokens beyond which a layer's own mask differs from what it asks ragged for.
 
     The library's cache knows which layers forget: those with a window, which packed rows follow,
-    and those that attend in chunks, which they do not.
+    and those that attend in chunks, which they do not. It is 0 if a layer mixes tokens in another
+    way, which the weights of a fresh model can hide.
     """
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "attn_temperature_tuning", False):
@@ -386,9 +342,11 @@ def attention_limit(model: Any) -> float:
     model(input_ids=ids, position_ids=ids, use_cache=False, ragged=windows)
     limit = math.inf
     for n, layer in enumerate(DynamicCache(config=config).layers):
+        if n not in windows.by_layer or isinstance(layer, LinearAttentionCacheLayerMixin):
+            return 0
         remembered = getattr(layer, "sliding_window", None) or math.inf
-        window = windows.by_layer.get(n) or math.inf
-        if n in windows.by_layer and remembered != window:
+        window = windows.by_layer[n] or math.inf
+        if remembered != window:
             limit = min(limit, remembered, window)
     return limit
 
@@ -405,62 +363,6 @@ def rope_limit(model: Any) -> int | None:
         elif "dynamic" in kind:
             limits.append(int(config.max_position_embeddings))
     return min(limits, default=None)
-
-
-_Rows = tuple[Tensor | None, Tensor]
-"""The first channels of a module's input and output, (T, C)."""
-
-
-@contextmanager
-def _rows_by_module(model: Any, tokens: int) -> Iterator[dict[tuple[str, int], _Rows]]:
-    """Notes the rows of all modules in the pass of this context, in the order in which they end.
-
-    Only the first input and the first output count, and only if they have a row for each token. A
-    key is a module's name and how often it ran before in the same pass.
-    """
-    rows: dict[tuple[str, int], _Rows] = {}
-    counts: Counter[str] = Counter()
-
-    def hook(name: str) -> Any:
-        def note(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            key = (name, counts[name])
-            counts[name] += 1
-            after = _rows(output, tokens)
-            if after is not None:
-                first = args[0] if args else kwargs.get("hidden_states")
-                rows[key] = (_rows(first, tokens), after)
-
-        return note
-
-    handles = [
-        module.register_forward_hook(hook(name), with_kwargs=True)
-        for name, module in model.named_modules()
-    ]
-    try:
-        yield rows
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _rows(value: Any, tokens: int) -> Tensor | None:
-    """Returns the first channels of each token, (T, C); None if there is no row for each."""
-    value = value[0] if isinstance(value, tuple | list) and value else value
-    if not isinstance(value, Tensor):
-        return None
-    if value.ndim > 1 and value.shape[:2] == (1, tokens):
-        value = value[0]
-    elif value.ndim == 0 or value.shape[0] != tokens:
-        return None
-    value = torch.view_as_real(value) if value.is_complex() else value
-    rows: Tensor = value.detach().reshape(tokens, -1)[:, :_CHANNELS].float()
-    return rows
-
-
-def _relative(truth: Tensor, other: Tensor) -> float:
-    """Returns the norm of the difference over the norm of the truth."""
-    difference, size = torch.linalg.vector_norm(other - truth), torch.linalg.vector_norm(truth)
-    return float(difference / size.clamp_min(torch.finfo(torch.float32).tiny))
 
 
 def _logprobs(logits_TV: Tensor, ids_T: Tensor) -> Tensor:

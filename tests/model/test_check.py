@@ -21,21 +21,13 @@ from gspo_env.model.attention import RAGGED
 from gspo_env.model.check import BOUND, NOISE, RunMode, check_model
 from gspo_env.model.load import add_adapter, load_model
 
-LAYERS = {
-    "Qwen3.5": "model.layers.0.linear_attn (Qwen3_5GatedDeltaNet)",
-    "Qwen3-Next": "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)",
-    "Bamba": "model.layers.0.mamba (BambaMixer)",
-    "Granite 4 hybrid": "model.layers.0.mamba (GraniteMoeHybridMambaLayer)",
-    "Mamba 2": "backbone.layers.0.mixer (Mamba2Mixer)",
-    "LFM2": "model.layers.0.conv (Lfm2ShortConv)",
-    "Llama 4": "model.layers.0.self_attn (Llama4TextAttention)",
-}
+HYBRIDS = ("Qwen3.5", "Qwen3-Next", "Bamba", "Granite 4 hybrid", "Mamba 2", "LFM2", "Llama 4")
 ROPE = ("Phi-3, longrope", "Llama, dynamic RoPE")
 NOT_PLAIN = ("Gemma 2", "gpt-oss", "GPT-Neo", "StableLM")
 LATENT = ("DeepSeek-V2", "DeepSeek-V3")
 
 
-@pytest.mark.parametrize("name", [*LAYERS, *ROPE, *NOT_PLAIN, *LATENT])
+@pytest.mark.parametrize("name", [*HYBRIDS, *ROPE, *NOT_PLAIN, *LATENT])
 def test_the_learner_gives_the_models_own_log_probabilities_and_gradients(name):
     model = architectures.build(name)
     plain = copy.deepcopy(model)
@@ -47,7 +39,7 @@ def test_the_learner_gives_the_models_own_log_probabilities_and_gradients(name):
         )
 
 
-@pytest.mark.parametrize("name", [*LAYERS, "gpt-oss", "GPT-Neo", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", [*HYBRIDS, "gpt-oss", "GPT-Neo", "DeepSeek-V3"])
 def test_the_engine_reports_the_models_own_log_probabilities(name):
     model = architectures.build(name)
     plain = copy.deepcopy(model)
@@ -55,14 +47,13 @@ def test_the_engine_reports_the_models_own_log_probabilities(name):
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "Mamba 2", "LFM2", "Llama 4"])
-def test_the_first_layer_that_mixes_sequences_is_named(name, caplog):
+def test_a_layer_that_mixes_sequences_is_noticed_and_logged(name, caplog):
     check = check_model(architectures.build(name))
     assert check.mode is RunMode.UNPACKED
     assert check.packed.nats > 100 * BOUND
-    assert check.packed.cause == LAYERS[name]
     (line,) = [r.getMessage() for r in caplog.records if r.name == check_module.__name__]
-    assert LAYERS[name] in line
     assert "one sequence a row" in line
+    assert f"packed rows {check.packed}" in line
 
 
 def test_weights_of_a_fresh_model_hide_no_layer_that_mixes_sequences():
@@ -108,7 +99,6 @@ def test_rounding_of_large_logits_is_no_reason_for_a_slower_way(dtype, scale):
 def test_rounding_hides_no_layer_that_mixes_sequences(dtype, scale):
     check = check_model(with_larger_logits(architectures.build("Qwen3.5"), scale).to(dtype))
     assert check.mode is RunMode.UNPACKED
-    assert check.packed.cause == LAYERS["Qwen3.5"]
     assert check.packed.nats > 5 * check.bound
 
 
@@ -155,11 +145,11 @@ def test_chunks_longer_than_any_sequence_are_still_noticed(monkeypatch):
 def test_a_model_without_a_cache_is_refused_by_the_engine_but_trains():
     model = architectures.build("RecurrentGemma")
     assert check_model(model).mode is RunMode.UNPACKED
-    with pytest.raises(ModelError, match=r"RecurrentGemma.*temporal_block.*no cache"):
+    with pytest.raises(ModelError, match=r"RecurrentGemma.*no cache"):
         Transformers().start(model, max_slots=2, max_context=64)
 
 
-def test_a_wrong_cache_is_refused_with_the_name_of_its_layer(monkeypatch):
+def test_a_wrong_cache_is_refused(monkeypatch):
     model = architectures.build("Qwen3.5")
     layer = model.model.layers[2].linear_attn
     forward = type(layer).forward
@@ -168,7 +158,7 @@ def test_a_wrong_cache_is_refused_with_the_name_of_its_layer(monkeypatch):
         return forward(self, hidden_states, cache_params=None, **rest)
 
     monkeypatch.setattr(layer, "forward", forgetful.__get__(layer))
-    with pytest.raises(ModelError, match=r"Qwen3_5ForCausalLM.*model\.layers\.2\.linear_attn"):
+    with pytest.raises(ModelError, match=r"Qwen3_5ForCausalLM.*turns with its own cache change"):
         check_engine(model, 64)
 
 

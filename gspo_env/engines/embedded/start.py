@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from gspo_env.engines.base import Engine
 from gspo_env.engines.embedded.copy import CopyEngine
 from gspo_env.engines.embedded.engine import TransformersEngine
@@ -138,13 +136,12 @@ def _step(probe: ModelProbe) -> float:
 
     def feed(*spans: tuple[int, int, int]) -> float:
         """Feeds tokens from `start` to `stop` of each sequence n, given as (n, start, stop)."""
-        with probe.traced(np.concatenate([np.arange(a, b) + LONG * n for n, a, b in spans])):
-            logits = cache.forward(
-                probe.model,
-                [n for n, _, _ in spans],
-                [start for _, start, _ in spans],
-                [probe.ids[n][start:stop].tolist() for n, start, stop in spans],
-            )
+        logits = cache.forward(
+            probe.model,
+            [n for n, _, _ in spans],
+            [start for _, start, _ in spans],
+            [probe.ids[n][start:stop].tolist() for n, start, stop in spans],
+        )
         return probe.difference(logits, [(n, stop) for n, _, stop in spans])
 
     differences = [feed((0, 0, 24))]
@@ -158,7 +155,6 @@ def _continue(probe: ModelProbe, stops: list[int]) -> float:
     """Feeds a prompt to the model's own cache, then the tokens up to each stop."""
     cache, differences = ModelCache(probe.model), []
     for start, stop in zip([0, *stops], stops, strict=False):
-        with probe.traced(np.arange(start, stop)):
-            logits = cache.feed(probe.ids[0][start:stop].tolist())
+        logits = cache.feed(probe.ids[0][start:stop].tolist())
         differences.append(probe.difference(logits, [(0, stop)]))
     return max(differences)
