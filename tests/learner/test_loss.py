@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import support.objective_reference as reference
 import torch
-from support import objective_reference as reference
 from support.learners import learner_of, loss_input
 
 from gspo_env import registry

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import learners
-from support import objective_reference as reference
 from support.learners import evaluate
 
 from gspo_env.errors import BatchError, ConfigError
