@@ -204,10 +204,11 @@ def test_a_file_of_episodes_does_not_unpack_to_more_than_the_bounds(run, caplog,
 
 def write_turn(run, **row):
     """Writes a file with one turn, whose other values are empty."""
-    row = {"phase": "train", "stop_reason": "terminated", "turn": 0} | row
-    for name, kind in zip(schema().names, schema().types, strict=True):
-        empty = [] if pa.types.is_list(kind) else {"string": "", "bool": False}.get(str(kind), 0)
-        row.setdefault(name, empty)
+    row = {"episode": "train-1-0-0", "phase": "train", "stop_reason": "terminated", "turn": 0} | row
+    for field in schema():
+        kind = str(field.type)
+        empty = [] if "list" in kind else {"string": "", "bool": False}.get(kind, 0)
+        row.setdefault(field.name, None if field.nullable else empty)
     table = pa.Table.from_pylist([row], schema=schema())
     pq.write_table(table, run / "episodes/000001-train.parquet")
 
@@ -232,7 +233,7 @@ def test_a_damaged_episode_is_one_sentence_for_rescore(run, capsys, column, valu
     Path("score.py").write_text("def size(attempt):\n    return len(attempt.text)\n")
     write_turn(run, **{column: value})
     args = ["rescore", str(run), "--rewards", "score.py:size", "--data", "rows.jsonl"]
-    assert f"an episode of {run} is damaged" in refused(capsys, *args)
+    assert "the kept episode 'train-1-0-0' is damaged" in refused(capsys, *args)
 
 
 def test_a_file_of_no_episodes_has_no_part_of_the_page(run, tmp_path):

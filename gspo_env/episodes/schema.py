@@ -151,10 +151,15 @@ class EpisodeRecord:
     """The observation after the last action."""
     turns: tuple[TurnRecord, ...] = ()
     """The turns in order of time."""
+    messages: str | None = None
+    """Those of the first row, which an episode without turns has, too."""
+    tools: str | None = None
+    """Those of the first row."""
 
 
-EPISODE_FIELDS = tuple(f.name for f in dataclasses.fields(EpisodeRecord) if f.name != "turns")
 TURN_FIELDS = tuple(f.name for f in dataclasses.fields(TurnRecord))
+_OF_ROWS = ("turns", "messages", "tools")
+EPISODE_FIELDS = tuple(f.name for f in dataclasses.fields(EpisodeRecord) if f.name not in _OF_ROWS)
 
 
 @cache
@@ -268,7 +273,7 @@ def _starts(table: pa.Table) -> list[int]:
 def _record(rows: Sequence[Mapping[str, Any]]) -> EpisodeRecord:
     turns = [row for row in rows if row["turn"] is not None]
     return EpisodeRecord(
-        **{name: rows[0][name] for name in EPISODE_FIELDS},
+        **{name: rows[0][name] for name in (*EPISODE_FIELDS, "messages", "tools")},
         turns=tuple(
             TurnRecord(**{name: _tuple(row[name]) for name in TURN_FIELDS}) for row in turns
         ),

@@ -206,8 +206,8 @@ class _Clean:
         return clean
 
     def json(self, value: Any) -> str | None:
-        """Writes JSON; None if the value is empty."""
-        return self(json.dumps(value, ensure_ascii=False, default=repr)) if value else None
+        """Writes JSON, of None nothing."""
+        return None if value is None else self(json.dumps(value, ensure_ascii=False, default=repr))
 
 
 def _episode(episode: Episode, hidden: bool) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _episode(episode: Episode, hidden: bool) -> dict[str, Any]:
     return {
         "env": task.env_id,
         "seed": task.seed,
-        "options": clean.json(dict(task.options)),
+        "options": clean.json(dict(task.options) or None),
         "task_key": None if (key := episode.reset.task_key) is None else clean(key),
         "num_turns": len(episode.turns),
         "num_sequences": len(set(range(len(episode.turns))) - set(episode.parents)),
@@ -237,18 +237,19 @@ def _turns(
 ) -> tuple[list[dict[str, Any]], bool]:
     """Returns the fields of `TurnRecord` of each turn, and whether something was redacted."""
     clean, turns = _Clean(), episode.turns
-    system = (
-        [Message(role="system", content=episode.prompt.system)] if episode.prompt.system else []
-    )
-    messages: Iterable[Message] | None = [*system, *episode.prompt.messages]
-    tools: Iterable[Any] | None = episode.prompt.tools
+    system = episode.prompt.system
+    first = [] if system is None else [Message(role="system", content=system)]
+    messages: Iterable[Message] | None = [*first, *episode.prompt.messages] or None
+    tools: Iterable[Any] | None = episode.prompt.tools or None
     sequences = _sequences(episode.parents)
     callable_now: Sequence[Any] = tuple(episode.prompt.tools)
 
     def context() -> dict[str, Any]:
         return {
-            "messages": clean.json([_message(message) for message in messages or ()]),
-            "tools": clean.json([getattr(tool, "schema", tool) for tool in tools or ()]),
+            "messages": clean.json(None if messages is None else [*map(_message, messages)]),
+            "tools": clean.json(
+                None if tools is None else [getattr(t, "schema", t) for t in tools]
+            ),
         }
 
     rows = []
@@ -266,9 +267,9 @@ def _turns(
                 "role": "user" if info is None else info.observation_role,
                 "observation": clean(turn.observation),
                 "action": clean(turn.text),
-                "tool_calls": clean.json(tool_calls(turn, callable_now)),
+                "tool_calls": clean.json(tool_calls(turn, callable_now) or None),
                 "reward": float(turn.reward),
-                "reward_parts": clean.json(dict(turn.info.reward_parts)),
+                "reward_parts": clean.json(dict(turn.info.reward_parts) or None),
                 "agent": (episode.reset if info is None else info).agent,
                 "state_key": turn.state_key,
                 "weights_version": turn.weights_version,
@@ -360,4 +361,5 @@ def tool_calls(turn: Turn, tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    return {name: value for name, value in asdict(message).items() if value}
+    tree = asdict(message)
+    return {name: tree[name] for name in tree if name in ("role", "content") or tree[name]}

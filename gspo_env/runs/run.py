@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,13 +22,15 @@ from typing import Any, Self
 import numpy as np
 
 from gspo_env.config import Config, to_dict
+from gspo_env.episodes.restore import to_episode
+from gspo_env.episodes.schema import PHASES, read_episodes
 from gspo_env.errors import OutputError
 from gspo_env.files import check_folder, parse_toml, read_file
 from gspo_env.redaction import redact_text
 from gspo_env.runs.evaluations import EvalSnapshot, return_fall, success_fall, wilson_interval
 from gspo_env.tracking.base import MODEL, flatten
 from gspo_env.tracking.jsonl import METRICS
-from gspo_env.types import FloatArray, IntArray
+from gspo_env.types import Episode, FloatArray, IntArray
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +160,16 @@ class Run:
                 steps.append(step)
                 values.append(value)
         return cls.of(flatten(to_dict(config)), points)
+
+    def episodes(
+        self, phases: Collection[str] = PHASES, steps: Collection[int] | None = None
+    ) -> list[Episode]:
+        """Returns the episodes that the run has kept; see `gspo_env.episodes.read_episodes`.
+
+        Raises:
+            OutputError: It has kept none, or one is damaged.
+        """
+        return [*map(to_episode, read_episodes(self.folder, phases=phases, steps=steps))]
 
     def number(self, name: str) -> float | None:
         """Returns a setting that is a finite number, else None."""

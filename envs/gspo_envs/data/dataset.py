@@ -13,20 +13,22 @@ from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import Tool, as_tool, tool
 from gspo_env.errors import ConfigError
 from gspo_env.registry import load_function
+from gspo_envs.data.rescore import rescore
 from gspo_envs.data.rewards import Attempt, Rewards, check_success, settle
 from gspo_envs.data.rows import (
+    COLUMNS,
     Message,
     TaskRows,
-    as_chat,
     as_list,
     begin_chat,
+    is_text,
+    prompt_column,
     read_chat,
     speaker_and_text,
 )
 
 logger = logging.getLogger(__name__)
 
-_COLUMNS = ("prompt", "messages", "conversations", "question")
 _UNREAD = {"tools": "tools", "system": "system_prompt", "system_prompt": "system_prompt"}
 """Columns that a prompt may be meant to have, and the setting that stands for them."""
 
@@ -64,6 +66,7 @@ class DatasetEnv(ToolEnv):
     """
 
     credit_score = "turns"
+    rescore = staticmethod(rescore)
 
     def __init__(
         self,
@@ -201,16 +204,16 @@ class DatasetEnv(ToolEnv):
         )
 
     def _column(self, row: Mapping[str, Any]) -> str:
-        column = self.column or next((name for name in _COLUMNS if name in row), "")
+        column = prompt_column(row, self.column)
         if column not in row:
-            names = repr(self.column) if self.column else " or ".join(_COLUMNS)
+            names = repr(self.column) if self.column else " or ".join(COLUMNS)
             raise ConfigError(f"Dataset: no column {names}, the columns are {', '.join(row)}.")
         return column
 
     def _read_prompt(self, index: int) -> list[Message]:
         column = self._column(self._row)
         value = self._row[column]
-        self._plain = isinstance(as_chat(value), str)
+        self._plain = is_text(value)
         unread = [name for name in _UNREAD if _has(self._row.get(name))]
         if unread and not (self.tools or self._system):
             _warn_of(unread[0])

@@ -21,6 +21,8 @@ from gspo_env.episodes.schema import read_bounded
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.seeding import HELD_OUT, fingerprint
 
+COLUMNS = ("prompt", "messages", "conversations", "question")
+"""Columns that may have the prompt: those of TRL, ShareGPT and GSM8K."""
 _SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
 """Roles by their names in ShareGPT's format."""
 
@@ -338,6 +340,16 @@ def speaker_and_text(message: Mapping[str, Any]) -> tuple[Any, Any]:
 def as_list(value: Any) -> Any:
     """Returns a NumPy array, as `pandas` reads the lists of Parquet files, as a list."""
     return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def prompt_column(row: Mapping[str, Any], column: str = "") -> str:
+    """Returns the column of the prompt, or one that the row lacks if it has none."""
+    return column or next((name for name in COLUMNS if name in row), "")
+
+
+def is_text(prompt: Any) -> bool:
+    """Returns whether a prompt is a text and not a list of messages."""
+    return isinstance(as_chat(prompt), str)
 
 
 def as_chat(value: Any) -> Any:

@@ -1,0 +1,75 @@
+"""Scores kept episodes with other rewards, as if these had been the environment's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gymnasium.utils.seeding import np_random
+
+from gspo_env.rewards.judge import conversation, opening
+from gspo_env.types import Episode, Group, StopReason
+from gspo_envs.data.rewards import Attempt, Rewards
+from gspo_envs.data.rows import Message, TaskRows, is_text, prompt_column
+
+
+async def rescore(
+    groups: Sequence[Group],
+    rewards: Sequence[str],
+    weights: Sequence[float],
+    settings: Mapping[str, Any],
+) -> list[Group]:
+    """Returns groups with these rewards in place of the old ones.
+
+    Args:
+        groups: Episodes with turns.
+        rewards: See `gspo_envs.data.dataset.DatasetEnv`.
+        weights: One for each reward, or none.
+        settings: The other arguments of the environment.
+    """
+    own = Rewards("rescore", list(rewards), list(weights))
+    opened = {name: settings[name] for name in ("split", "subset", "held_out") if name in settings}
+    data = settings.get("data")
+    rows = TaskRows(data, **opened) if data else None
+    scored = []
+    for group in groups:
+        row: Mapping[str, Any] = {}
+        if rows is not None:
+            task = group.task
+            row, _ = rows.pick(np_random(task.seed)[0], task.seed, task.options.get("row"))
+        episodes = tuple(_score(episode, own, row, settings) for episode in group.episodes)
+        scored.append(replace(group, episodes=episodes))
+    add = own.of_group(settings.get("success"))
+    return await asyncio.gather(*map(add, scored)) if add else scored
+
+
+def _score(
+    episode: Episode, rewards: Rewards, row: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Episode:
+    """Scores an episode with the rewards that see one."""
+    turns, prompt = list(episode.turns), _plain(opening(episode))
+    column = prompt_column(row, settings.get("column", ""))
+    alone = [m["role"] for m in prompt if m["role"] != "system"] == ["user"]
+    plain = is_text(row[column]) if column in row else alone
+    ids: tuple[int, ...] = ()
+    for k, turn in enumerate(turns):
+        value, parts = 0.0, dict[str, float]()
+        ids += turn.action_ids
+        is_last = k == len(turns) - 1
+        # `step` never saw an action that was cut
+        is_cut = is_last and episode.stop_reason is StopReason.MAX_TURN_TOKENS
+        if (settings.get("score") == "turn" or is_last) and not is_cut:
+            completion = _plain(conversation(episode, k))
+            attempt = Attempt(
+                prompt=prompt, completion=completion, row=row, plain=plain, token_ids=ids
+            )
+            value, parts = rewards.judge(attempt)
+        info = replace(turn.info, reward_parts=parts)
+        turns[k] = replace(turn, reward=value, info=info)
+    return replace(episode, turns=tuple(turns), ending=replace(episode.ending, outcome=None))
+
+
+def _plain(messages: Iterable[tuple[str, str]]) -> tuple[Message, ...]:
+    return tuple({"role": role, "content": text} for role, text in messages)

@@ -1,0 +1,130 @@
+"""Makes an `Episode` of the record that a run has kept of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, get_args
+
+from gspo_env.episodes.schema import EpisodeRecord, TurnRecord
+from gspo_env.errors import OutputError
+from gspo_env.types import (
+    Ending,
+    Episode,
+    Fault,
+    Group,
+    Message,
+    Prompt,
+    ResetInfo,
+    Role,
+    StepInfo,
+    StopReason,
+    Task,
+    Timing,
+    ToolCall,
+    Turn,
+)
+
+
+def to_groups(records: Sequence[EpisodeRecord]) -> list[Group]:
+    """Returns the groups of episodes that follow each other; see `to_episode`."""
+    groups = [tuple(map(to_episode, each)) for _, each in groupby(records, lambda r: r.group)]
+    return [Group(task=episodes[0].task, episodes=episodes) for episodes in groups]
+
+
+def to_episode(record: EpisodeRecord) -> Episode:
+    """Returns an episode with all that its record has: texts, tokens, rewards and how it ended.
+
+    A tool is its schema. The keys of `info` that have no column have their defaults.
+
+    Raises:
+        OutputError: A text or a number was changed so that no run has written it.
+    """
+    try:
+        return _episode(record)
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise OutputError(f"the kept episode {record.episode!r} is damaged: {error}") from error
+
+
+def _episode(record: EpisodeRecord) -> Episode:
+    messages = _messages(record.messages) or ()
+    system = messages[0].content if messages and messages[0].role == "system" else None
+    first = record.turns[0] if record.turns else None
+    reason = StopReason(record.stop_reason)
+    if record.seed < 0:
+        raise ValueError(f"its seed is {record.seed}; expected at least 0")
+    return Episode(
+        task=Task(env_id=record.env, seed=record.seed, options=_json(record.options, dict)),
+        prompt=Prompt(
+            system=system,
+            tools=tuple(_json(record.tools, list)),
+            messages=messages if system is None else messages[1:],
+        ),
+        turns=tuple(map(_turn, record.turns, (*record.turns[1:], None))),
+        ending=Ending(
+            reason=reason,
+            outcome=record.outcome if record.own_outcome else None,
+            success=record.success,
+            fault=None
+            if record.error is None
+            else Fault(reason=reason, message=record.error, where=""),
+        ),
+        final_observation=record.final_observation,
+        reset=ResetInfo(
+            task_key=record.task_key,
+            agent=None if first is None else first.agent,
+            state_key=None if first is None else first.state_key,
+        ),
+    )
+
+
+def _turn(turn: TurnRecord, following: TurnRecord | None) -> Turn:
+    parts = _json(turn.reward_parts, dict)
+    info = StepInfo(reward_parts=parts)
+    if following is not None:
+        if following.role not in get_args(Role):
+            raise ValueError(f"a role is {following.role!r}")
+        info = StepInfo(
+            reward_parts=parts,
+            observation_role=following.role,  # type: ignore[arg-type]
+            messages=_messages(following.messages),
+            tools=None if following.tools is None else tuple(_json(following.tools, list)),
+            agent=following.agent,
+            state_key=following.state_key,
+        )
+    runs = [(v, len([*same])) for v, same in groupby(turn.token_versions or ())]
+    return Turn(
+        observation=turn.observation,
+        text=turn.action,
+        reward=turn.reward,
+        parent=turn.parent,
+        fork=turn.fork,  # type: ignore[arg-type]
+        prompt_ids=turn.prompt_ids,
+        action_ids=turn.action_ids,
+        logprobs=turn.engine_logprobs,
+        weights_version=turn.weights_version,
+        weights_versions=tuple(runs),
+        timing=Timing(generate=turn.generate_seconds, step=turn.step_seconds),
+        state_key=turn.state_key,
+        info=info,
+    )
+
+
+def _json(text: str | None, kind: type) -> Any:
+    value = kind() if text is None else json.loads(text)
+    if not isinstance(value, kind):
+        raise ValueError(f"expected a JSON {kind.__name__}, got {text!r:.80}")
+    return value
+
+
+def _messages(text: str | None) -> tuple[Message, ...] | None:
+    return None if text is None else tuple(map(_message, _json(text, list)))
+
+
+def _message(tree: Mapping[str, Any]) -> Message:
+    calls = tuple(ToolCall(**call) for call in tree.get("tool_calls", ()))
+    message = Message(**{**tree, "tool_calls": calls})
+    if not isinstance(message.content, str) or not isinstance(message.role, str):
+        raise ValueError(f"a message is {tree!r:.80}")
+    return message

@@ -1,0 +1,82 @@
+"""`gspo-env rescore`: the rewards read what they read while the run trained."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from gspo_env.cli.main import main
+from gspo_env.config import Config, override, to_toml
+from gspo_env.env.registration import make_env
+from gspo_env.episodes.writer import to_table
+from gspo_env.rollout.play import PolicyOutput, play_now
+from gspo_env.types import Group, Task
+
+REWARDS = """
+import json
+
+def trl(prompts, completions, completion_ids, answer, **others):
+    seen = [prompts[0], completions[0], completion_ids[0], answer[0]]
+    return [len(json.dumps(seen)) / 1000 + isinstance(completions[0], str)]
+
+def own(attempt):
+    seen = [attempt.prompt, attempt.completion, attempt.plain, attempt.token_ids, attempt.row]
+    return len(json.dumps(seen)) / 1000
+"""
+TEXTS = [{"prompt": f"What is {n}?" * n, "answer": "x" * n} for n in range(1, 9)]
+CHATS = [
+    {
+        "messages": [
+            *([{"role": "system", "content": "Be brief."}] if n % 2 else []),
+            *({"role": role, "content": f"{role} {n}"} for role in ("user", "assistant")),
+            {"role": "user", "content": "and?" * n},
+        ],
+        "answer": "x" * n,
+    }
+    for n in range(1, 9)
+]
+ALONE = [
+    {"question": [{"role": "user", "content": f"What is {n}?"}], "answer": "x" * n}
+    for n in range(1, 9)
+]
+
+
+def answer(turn):
+    return PolicyOutput(text=f"it is {turn.turn}", action_ids=(5, 6, 7 + turn.turn))
+
+
+@pytest.mark.parametrize("system", [None, "Answer in one word."])
+@pytest.mark.parametrize(
+    ("rows", "settings"),
+    [
+        (TEXTS, {}),
+        (CHATS, {}),
+        (ALONE, {"column": "question"}),
+        (CHATS, {"chat": "turns", "score": "turn"}),
+    ],
+)
+def test_the_rewards_of_a_run_score_its_episodes_as_they_did_in_training(
+    in_folder, capsys, rows, settings, system
+):
+    Path("rewards.py").write_text(REWARDS)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = ["rewards.py:trl", "rewards.py:own"]
+    kwargs = {"data": "rows.jsonl", "rewards": named, **settings}
+    kwargs |= {"system_prompt": system} if system else {}
+    env = make_env("gspo/Dataset-v0", **kwargs)
+    groups = {}
+    for seed in (0, 1, 2):
+        task = Task(env_id="gspo/Dataset-v0", seed=seed)
+        episodes = tuple(play_now(env, task, answer, max_turns=9) for _ in range(2))
+        groups[seed] = Group(task=task, episodes=episodes)
+    config = override(Config(), {"env": "gspo/Dataset-v0", "env_kwargs": kwargs})
+    Path("run/episodes").mkdir(parents=True)
+    Path("run/config.toml").write_text(to_toml(config))
+    Path("run/metrics.jsonl").write_text("")
+    pq.write_table(to_table(1, "train", groups, {}), "run/episodes/000001-train.parquet")
+    main(["rescore", "run", "--rewards", *named, "--data", "rows.jsonl", "--out", "again.jsonl"])
+    scored = [json.loads(line) for line in Path("again.jsonl").read_text().splitlines()]
+    assert len(scored) == 6
+    assert {row["before"] for row in scored} != {0.0}
+    assert [row["now"] for row in scored] == [row["before"] for row in scored]
