@@ -54,7 +54,7 @@ def evaluation(tasks, seeds):
     for seed in range(seeds):
         task, key = Task(env_id="x", seed=seed), ResetInfo(task_key=f"task-{seed % tasks}")
         played = episode(turn(), task=task, reset=key, success=seed % 2 == 0)
-        lost = episode(task=task, stop_reason=StopReason.ERROR, terminated=False)
+        lost = episode(task=task, reason=StopReason.ERROR, error="it broke")
         groups.append(Group(task=task, episodes=(played, lost)))
     return Evaluation(groups=groups, greedy_groups=groups, seconds=1.0)
 
