@@ -5,8 +5,6 @@ The task of `Pick`: say the right word three times. The tiny model learns it in 
 
 from __future__ import annotations
 
-import asyncio
-import random
 from dataclasses import dataclass, replace
 
 from gspo_env import TextEnv, ToolEnv, tool
@@ -66,20 +64,6 @@ class Late(Pick):
 
     def reward(self, action):
         return float(sum(self.right)) / self.turns if self.said == self.turns else 0.0
-
-
-class Long(Pick):
-    """The reward pays for each word of an action, right or wrong."""
-
-    def is_right(self, action):
-        return action.startswith(RIGHT)
-
-    def reward(self, action):
-        return 0.1 * len(action.split())
-
-    def expert_action(self, noise=0.0):
-        times = int(self.np_random.integers(1, 4)) if noise > 0 else 1
-        return " ".join([super().expert_action(noise)] * times)
 
 
 class Malformed(ToolEnv):
@@ -160,36 +144,6 @@ class Chatty(Pick):
 
     def next_word(self):
         return " ".join([super().next_word()] * 40)
-
-
-class Tail(Pick):
-    """One of eight episodes takes `pause` seconds longer."""
-
-    def __init__(self, pause=2.5):
-        super().__init__()
-        self.pause = pause
-
-    def reset(self, *, seed=None, options=None):
-        result = super().reset(seed=seed, options=options)
-        self.slow = random.random() < 1 / 8
-        return result
-
-    async def step(self, action):
-        if self.slow:
-            await asyncio.sleep(self.pause / self.turns)
-        return super().step(action)
-
-
-class Slow(Pick):
-    """Every step takes `pause` seconds."""
-
-    def __init__(self, pause=0.1):
-        super().__init__()
-        self.pause = pause
-
-    async def step(self, action):
-        await asyncio.sleep(self.pause)
-        return super().step(action)
 
 
 class Broken(Pick):

@@ -5,24 +5,17 @@
 A failing run is right if its cause is named first, a good one if nothing is named. Without
 `--long`, the good runs are small ones of some seconds; with it, they are the default run and two
 others of its length, which take some minutes each. Exit code 1 if a run is not right.
-
-Two of the runs wait. A machine that is busy with other work makes updates slow and so
-hides them: the pauses of these environments are multiples of what a step takes here and now, which
-a short run before them measures.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +39,6 @@ SMALL: dict[str, Any] = {
 """A run of a few seconds that learns `Pick`."""
 
 
-_FASTEST, _SLOWEST = 0.3, 2.0
-"""Seconds of a step that pauses are multiples of, at least and at most."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A run and what is wrong with it."""
@@ -63,8 +52,6 @@ class Case:
     """Whether an error has to end the run."""
     varies: bool = False
     """Whether times or chance decide what is found, so that no test can ask for it."""
-    pause: float = 0.0
-    """How long the environment waits, in training steps of a run that waits for nothing."""
 
     @property
     def tree(self) -> dict[str, Any]:
@@ -93,16 +80,6 @@ FAILING = (
         changes={
             "recipe": {"demonstrations": 400, "imitation_steps": 150, "hidden_size": 64},
             "rollout": {"max_turn_tokens": 24, "max_context": 384},
-        },
-    ),
-    Case(
-        name="words are paid",
-        expected="lengths",
-        env="Long",
-        changes={
-            "rollout": {"max_turn_tokens": 16},
-            "steps": 16,
-            "learner": {"learning_rate": 1e-3, "warmup_steps": 20},
         },
     ),
     Case(name="another engine", expected="engine", changes={"engine": f"{ENVS}:Apart"}),
@@ -136,25 +113,6 @@ FAILING = (
         expected="environment",
         env="Broken",
         changes={"rollout": {"max_retries": 0, "max_env_error_rate": 0.9}},
-    ),
-    Case(
-        name="a few slow episodes",
-        expected="slow",
-        varies=True,
-        env="Tail",
-        pause=8.0,
-        changes={"steps": 6, "eval_every": 6},
-    ),
-    Case(
-        name="slow environment, played ahead",
-        expected="slow",
-        varies=True,
-        env="Slow",
-        pause=1 / 3,
-        changes={
-            **{"steps": 8, "eval_every": 8, "eval_tasks": 8},
-            **{"supply": {"max_staleness": 1}, "rollout": {"concurrency": 4}},
-        },
     ),
     Case(
         name="much played ahead, fast learner",
@@ -219,29 +177,12 @@ def play(name: str, tree: dict[str, Any], folder: Path, *, stops: bool = False) 
     return run
 
 
-def pace(folder: Path) -> float:
-    """Returns the seconds of a training step of a run that waits for nothing."""
-    tree = Case(name="pace", expected="").tree | {"steps": 5, "eval_every": 5, "eval_tasks": 8}
-    lines = (play("pace", tree, folder) / "metrics.jsonl").read_text().splitlines()
-    logged = [line for line in map(json.loads, lines) if "rollout/return" in line["metrics"]]
-    times = [line["time"] for line in logged]
-    seconds = statistics.median(b - a for a, b in pairwise(times)) / 1e3
-    return min(max(seconds, _FASTEST), _SLOWEST)
-
-
-def cases(
-    only: str, folder: Path, *, long: bool
-) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
+def cases(only: str, *, long: bool) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
     """Yields name, cause, settings and whether an error ends it of the runs to play."""
-    step = 0.0
     for case in (*FAILING, *(() if long else GOOD)):
         if only not in f"{case.name} {case.expected}":
             continue
-        tree = case.tree
-        if case.pause:
-            step = step or pace(folder)
-            tree["env_kwargs"] = {"pause": case.pause * step}
-        yield case.name, case.expected, tree, case.stops
+        yield case.name, case.expected, case.tree, case.stops
     for name, changes in LONG.items() if long else ():
         if only in f"{name} ":
             yield name, "", {**changes, "tracker": "none"}, False
@@ -260,7 +201,7 @@ def main() -> None:
     arguments = parser.parse_args()
     place = Path(arguments.keep or tempfile.mkdtemp(prefix="gspo-diagnose-"))
     wrong, rows = 0, []
-    for name, expected, tree, stops in cases(arguments.only, place, long=arguments.long):
+    for name, expected, tree, stops in cases(arguments.only, long=arguments.long):
         tree["seed"] = tree.get("seed", 0) + arguments.seed
         started = time.monotonic()
         run = play(name, tree, place, stops=stops)

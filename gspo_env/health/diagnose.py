@@ -44,7 +44,7 @@ def diagnose(run: Run) -> Diagnosis:
             consequences.append(rule.name)
         else:
             findings.append(finding)
-        explained |= set(rule.explains)
+        explained |= {*rule.explains, "no_progress"}
     return Diagnosis(
         run=run,
         findings=tuple(findings),

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from gspo_env.config import Config
 from gspo_env.errors import above
-from gspo_env.health.collapse import describe_fall, may_be_chance, stays_lower
+from gspo_env.health.collapse import describe_fall, stays_lower
 from gspo_env.health.findings import Finding
 from gspo_env.runs.evaluations import EvalSnapshot, return_fall, success_fall
-from gspo_env.runs.run import SIGNIFICANT, History, Run
+from gspo_env.runs.run import History, Run
 
 Explanation = tuple[str, str]
 """What is wrong, and what to try."""
@@ -44,7 +44,7 @@ class Rule:
     needs: tuple[str, ...]
     """Metrics without which the rule cannot judge."""
     explains: tuple[str, ...]
-    """Rules whose findings are consequences of this one."""
+    """Rules whose findings are consequences of this one; `no_progress` is one of any other."""
     at_start: float | None
     """The threshold for the first steps of a run in progress; None: not used there."""
 
@@ -108,7 +108,7 @@ def failed(run: Run, limit: float) -> Explanation | None:
     )
 
 
-@rule(limit=0.05, needs=("rollout/lost_episodes",), explains=("no_progress", "slow"))
+@rule(limit=0.05, needs=("rollout/lost_episodes",))
 def environment(run: Run, limit: float) -> Explanation | None:
     """Episodes are lost because their environment fails; of groups of 8, every third loses one."""
     lost = (run.late("rollout/lost_episodes") or 0.0) / run.episodes_per_step
@@ -123,28 +123,10 @@ def environment(run: Run, limit: float) -> Explanation | None:
     )
 
 
-@rule(limit=0.1, explains=("slow",))
-def workers(run: Run, limit: float) -> Explanation | None:
-    """Workers or servers die: more than one restart in ten steps, or one that is lost for good."""
-    deaths = []
-    for kind in ("worker", "server"):
-        restarts = run.highest(f"rollout/{kind}_restarts")
-        lost = max(0.0, run.highest(f"rollout/{kind}s_lost") - restarts)
-        if lost or restarts > limit * len(run.steps):
-            deaths.append(f"{restarts:.0f} {kind}s were restarted and {lost:.0f} lost for good")
-    if not deaths:
-        return None
-    return (
-        f"Processes of the rollout die: {' and '.join(deaths)} in {len(run.steps)} steps.",
-        "Read in the log why they ended (often out of memory): use fewer --workers, a lower "
-        f"--concurrency ({setting(run, 'rollout.concurrency')}) or --isolation process.",
-    )
-
-
 @rule(
     limit=1.0,
     needs=("train/logprob_diff_mean",),
-    explains=("stale", "clipped", "collapse", "no_variance", "no_progress"),
+    explains=("stale", "clipped", "collapse", "no_variance"),
 )
 def engine(run: Run, limit: float) -> Explanation | None:
     """Engine and trainer disagree about the log-probabilities of the same tokens.
@@ -166,11 +148,7 @@ def engine(run: Run, limit: float) -> Explanation | None:
     )
 
 
-@rule(
-    limit=0.5,
-    needs=("rollout/staleness_mean",),
-    explains=("clipped", "collapse", "no_variance", "few_advantages", "no_progress"),
-)
+@rule(limit=0.5, needs=("rollout/staleness_mean",), explains=("clipped", "collapse", "no_variance"))
 def stale(run: Run, limit: float) -> Explanation | None:
     """Episodes are so old that their ratios start outside the clip range.
 
@@ -190,17 +168,7 @@ def stale(run: Run, limit: float) -> Explanation | None:
 @rule(
     limit=3.5,
     needs=("rollout/success",),
-    explains=(
-        "worse",
-        "clipped",
-        "tool_calls",
-        "lengths",
-        "truncated",
-        "hacking",
-        "no_variance",
-        "few_advantages",
-        "no_progress",
-    ),
+    explains=("clipped", "tool_calls", "truncated", "hacking", "no_variance"),
 )
 def collapse(run: Run, limit: float) -> Explanation | None:
     """Success or return is much lower than it was, and the return has not risen.
@@ -238,38 +206,6 @@ def _tenths(run: Run) -> Sequence[EvalSnapshot]:
     return [part for part in parts if part is not None]
 
 
-@rule(
-    limit=2.0,
-    needs=("rollout/tokens", "rollout/turns"),
-    explains=("truncated", "hacking", "no_variance", "no_progress"),
-)
-def lengths(run: Run, limit: float) -> Explanation | None:
-    """Turns have so many times the tokens of the first step, and success has not risen.
-
-    They must also come near rollout.max_turn_tokens; in the default run, lengths stay within a
-    tenth.
-    """
-    tokens_per_turn = []
-    for steps in (run.steps[:1], run.steps[-run.window :]):
-        tokens, turns = run.mean("rollout/tokens", steps), run.mean("rollout/turns", steps)
-        if not tokens or not turns:
-            return None
-        tokens_per_turn.append(tokens / turns / run.episodes_per_step)
-    before, after = tokens_per_turn
-    room = run.number("rollout.max_turn_tokens") or math.inf
-    near = after >= room / 2 or (run.late("rollout/stop/max_turn_tokens") or 0.0) >= 0.05
-    pair = next(run.pairs, None)
-    better = pair is not None and success_fall(pair[1], pair[0]) >= SIGNIFICANT
-    if after < limit * before or not near or better:
-        return None
-    return (
-        f"Lengths run away: a turn has {after:.3g} tokens {when(run)}, {after / before:.1f} times "
-        f"the {before:.3g} of the first step, and success has not risen.",
-        "Check that the reward does not pay for length, subtract a small reward for each token, or "
-        "use --loss.aggregation token_sum.",
-    )
-
-
 _LIMITS = {
     "max_turn_tokens": (0.25, "end with an action truncated at rollout.max_turn_tokens"),
     "max_context": (0.1, "end because the next action does not fit into rollout.max_context"),
@@ -286,7 +222,7 @@ failures whatever the policy did. Timeouts depend on the machine, so few are alr
 @rule(
     limit=1.0,
     needs=("rollout/turns",),
-    explains=("tool_calls", "hacking", "no_variance", "gradient", "no_progress"),
+    explains=("tool_calls", "hacking", "no_variance", "gradient"),
     at_start=math.inf,
 )
 def truncated(run: Run, limit: float) -> Explanation | None:
@@ -317,14 +253,13 @@ def truncated(run: Run, limit: float) -> Explanation | None:
 
 def _flag(run: Run, reason: str) -> str:
     """Names the flag of a limit, with its value."""
-    name = {"timeout": "episode_timeout"}.get(reason, reason)
-    return setting(run, f"rollout.{name}")
+    return setting(run, f"rollout.{'episode_timeout' if reason == 'timeout' else reason}")
 
 
 @rule(
     limit=0.1,
     needs=("rollout/malformed_calls", "rollout/turns"),
-    explains=("hacking", "no_variance", "no_progress"),
+    explains=("hacking", "no_variance"),
 )
 def tool_calls(run: Run, limit: float) -> Explanation | None:
     """Tool calls cannot be parsed: a tenth of the turns does nothing."""
@@ -340,26 +275,7 @@ def tool_calls(run: Run, limit: float) -> Explanation | None:
     )
 
 
-@rule(limit=0.5, explains=("no_progress",))
-def judge(run: Run, limit: float) -> Explanation | None:
-    """The noise of a judge is this share of the variance of its scores in a group, or more."""
-    prefix = "rollout/reward/"
-    names = [name.removesuffix("_noise") for name in run.series if name.endswith("_noise")]
-    for name in (name for name in names if name.startswith(prefix)):
-        noise, spread = run.late(f"{name}_noise"), run.late(f"{name}_spread")
-        if noise is None or spread is None or not noise or noise**2 < limit * spread**2:
-            continue
-        return (
-            f"The noise of the reward {name.removeprefix(prefix)} drowns the differences in a "
-            f"group: asked twice, its scores differ by a standard deviation of {noise:.2g}, and "
-            f"those of a group by {spread:.2g} ({when(run)}).",
-            "Ask a stronger judge or one with temperature 0, name more criteria, or compare "
-            'episodes (kind="rank" or "pairs").',
-        )
-    return None
-
-
-@rule(limit=3.5, needs=("rollout/success",), explains=("worse", "no_variance", "no_progress"))
+@rule(limit=3.5, needs=("rollout/success",), explains=("no_variance",))
 def hacking(run: Run, limit: float) -> Explanation | None:
     """The return rises while success falls, both by so many standard errors."""
     for first, last in run.pairs:
@@ -375,32 +291,7 @@ def hacking(run: Run, limit: float) -> Explanation | None:
     return None
 
 
-@rule(limit=2.0, needs=("eval/success",))
-def worse(run: Run, limit: float) -> Explanation | None:
-    """The last evaluation has at most half of the best success, by so many standard errors.
-
-    With few episodes that may be chance; `collapse` is more certain.
-    """
-    *before, last = run.evaluations[1:] or run.evaluations
-    best = max(before, key=lambda e: e.success, default=last)
-    if last.success > best.success / 2 or success_fall(best, last) < limit:
-        return None
-    few = may_be_chance(best, last, len(run.evaluations))
-    return (
-        f"The last model is much worse than the best: success is {share(last.success)} after step "
-        f"{last.step} and was {share(best.success)} after step {best.step}"
-        + (f"; with {last.episodes} episodes, that may be chance." if few else "."),
-        "Use checkpoints/best; lower the learning rate "
-        f"({setting(run, 'learner.learning_rate')})"
-        + (f" and raise {setting(run, 'eval_tasks')}." if few else "."),
-    )
-
-
-@rule(
-    limit=0.5,
-    needs=("train/clipped_fraction",),
-    explains=("no_variance", "no_progress"),
-)
+@rule(limit=0.5, needs=("train/clipped_fraction",), explains=("no_variance",))
 def clipped(run: Run, limit: float) -> Explanation | None:
     """Most tokens have no policy gradient because their ratio is clipped.
 
@@ -413,8 +304,8 @@ def clipped(run: Run, limit: float) -> Explanation | None:
     unclipped = 1 / minibatches if minibatches > 1 else 0.0
     if max(whole, late) < limit * (1 - unclipped):
         return None
-    names = ("learner.learning_rate", "learner.minibatches", "loss.clip_low", "loss.clip_high")
-    rate, parts, low, high = (setting(run, name) for name in names)
+    rate, parts = (setting(run, f"learner.{name}") for name in ("learning_rate", "minibatches"))
+    low, high = setting(run, "loss.clip_low"), setting(run, "loss.clip_high")
     return (
         f"Most tokens are clipped: {share(late)} {when(run)} ({share(whole)} over the run) have no "
         "policy gradient.",
@@ -423,12 +314,7 @@ def clipped(run: Run, limit: float) -> Explanation | None:
     )
 
 
-@rule(
-    limit=0.9,
-    needs=("rollout/zero_variance_groups",),
-    explains=("few_advantages", "no_progress"),
-    at_start=1.0,
-)
+@rule(limit=0.9, needs=("rollout/zero_variance_groups",), at_start=1.0)
 def no_variance(run: Run, limit: float) -> Explanation | None:
     """The episodes of most groups have equal rewards, so nothing is learned from them."""
     flat = run.late("rollout/zero_variance_groups") or 0.0
@@ -459,30 +345,7 @@ def no_variance(run: Run, limit: float) -> Explanation | None:
     )
 
 
-@rule(limit=0.05, needs=("train/advantage_share_min", "rollout/success"), explains=("no_progress",))
-def few_advantages(run: Run, limit: float) -> Explanation | None:
-    """Next to no episode of a minibatch has an advantage, and the task is not solved.
-
-    Adam divides a gradient by its own size, so such a step is as long as any other.
-    """
-    fewest = run.late("train/advantage_share_min") or 0.0
-    if fewest >= limit or run.solved:
-        return None
-    rate, parts = (setting(run, f"learner.{name}") for name in ("learning_rate", "minibatches"))
-    return (
-        f"Steps follow a few episodes: of the minibatch with the fewest, {share(fewest)} of the "
-        f"episodes have an advantage {when(run)}, and Adam moves the weights as far as ever.",
-        f"Lower the learning rate ({rate}) or the number of minibatches ({parts}), take more tasks "
-        "a step, or replace groups without variance (--max-resamples 4).",
-    )
-
-
-@rule(
-    limit=0.01,
-    needs=("train/advantage_rms",),
-    explains=("no_progress",),
-    at_start=1.0,
-)
+@rule(limit=0.01, needs=("train/advantage_rms",), at_start=1.0)
 def gradient(run: Run, limit: float) -> Explanation | None:
     """Updates are skipped because a number is not finite, or their gradient is 0.
 
@@ -516,21 +379,6 @@ def gradient(run: Run, limit: float) -> Explanation | None:
     )
 
 
-@rule(limit=0.3, needs=("eval/success", "rollout/success"))
-def overfit(run: Run, limit: float) -> Explanation | None:
-    """Success on held-out tasks is far below that in training."""
-    trained = run.late("rollout/success_played") or run.late("rollout/success") or 0.0
-    held_out = run.evaluations[-1].success
-    if trained - held_out < limit or not _fixed_tasks(run):
-        return None
-    return (
-        f"The training tasks are memorised: success is {share(trained)} in training {when(run)} "
-        f"and {share(held_out)} on held-out tasks.",
-        "Train on more tasks (a larger data set, other arguments of the environment), or stop "
-        "earlier: checkpoints/best is the model of the best evaluation.",
-    )
-
-
 @rule(limit=10, needs=("rollout/success",))
 def no_progress(run: Run, limit: float) -> Explanation | None:
     """Neither success nor return has risen in so many steps."""
@@ -548,30 +396,6 @@ def no_progress(run: Run, limit: float) -> Explanation | None:
         else f"Train longer, raise the learning rate ({setting(run, 'learner.learning_rate')}), or "
         f"take more episodes a step ({tasks}; {setting(run, 'rollout.group_size')}); read episodes "
         "with `gspo-env view RUN`.",
-    )
-
-
-@rule(limit=0.6, needs=("time/learner_idle", "time/rollout_idle"))
-def slow(run: Run, limit: float) -> Explanation | None:
-    """The learner waits most of the time.
-
-    For a few slow episodes, if as many of the slots for episodes are empty meanwhile; or for all of
-    them, although the rollout plays ahead.
-    """
-    waiting, empty = run.late("time/learner_idle") or 0.0, run.late("time/rollout_idle") or 0.0
-    ahead = bool(run.number("supply.max_staleness"))
-    if not ahead and waiting:  # then nothing is played while the learner works
-        empty = max(0.0, 1 - (1 - empty) / waiting)
-    if waiting < limit or (empty < limit and not ahead):
-        return None
-    names = ("supply.max_staleness", "rollout.episode_timeout", "rollout.concurrency")
-    staleness, timeout, concurrency = (setting(run, name) for name in names)
-    return (
-        f"The learner waits {share(waiting)} of the time for episodes, while {share(empty)} of the "
-        f"slots for episodes are empty ({when(run)}).",
-        f"If slots are empty, a few slow episodes hold up each step: play ahead ({staleness}) or "
-        f"bound an episode ({timeout}). Otherwise play more at once ({concurrency}), add --workers "
-        "or --replicas, or use --isolation process.",
     )
 
 

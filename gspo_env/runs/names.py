@@ -1,0 +1,17 @@
+"""The names of the metrics of a run that its rules, its pictures and its summary read."""
+
+METRICS = frozenset(
+    {
+        *("eval/success", "eval/success_greedy", "eval/return", "eval/return_std", "eval/tasks"),
+        *("rollout/success", "rollout/return", "rollout/return_std", "rollout/turns"),
+        *("rollout/tokens", "rollout/episodes_before", "rollout/lost_episodes"),
+        *("rollout/malformed_calls", "rollout/redrawn_tasks", "rollout/staleness_mean"),
+        *("rollout/zero_variance_groups", "rollout/stop/max_context", "rollout/stop/max_turns"),
+        *("rollout/stop/max_turn_tokens", "rollout/stop/timeout"),
+        *("train/advantage_rms", "train/clipped_fraction", "train/entropy", "train/failed_saves"),
+        *("train/grad_norm", "train/logprob_diff_mean", "train/loss_scale"),
+        *("train/ratio_outside_clip", "train/skipped_steps", "train/sync_logprob_diff"),
+        "tracking/non_finite",
+    }
+)
+"""Each is logged by a part of the training; a rule that asks for another one fails a test."""
