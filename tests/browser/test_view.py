@@ -171,3 +171,14 @@ def test_shared_and_forked_sequences_are_shown_as_such(page, tmp_path):
     ]
     (shared,) = page.locator(".shared summary").all_inner_texts()
     assert shared.startswith("5 tokens of turn 1 are shared")
+
+
+def test_side_by_side_counts_all_episodes_of_a_task_and_shows_the_first(page, tmp_path):
+    keep(tmp_path, 1, *(episode(turn()) for _ in range(20)))
+    keep(tmp_path, 2, *(episode(turn()) for _ in range(2)))
+    address = write_page(Run.open(tmp_path), tmp_path / "view.html").as_uri()
+    start(page, f"{address}#attempts=train-1-0-0")
+    page.wait_for_selector(".attempts table")
+    text = page.locator(".attempts p").inner_text()
+    assert text == "20 episodes of this task, and 2 of other steps; the first 16 are shown."
+    assert page.locator(".attempts thead button").count() == 16

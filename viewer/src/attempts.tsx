@@ -17,7 +17,7 @@ export function Attempts({ index, row, open }: { index: Index; row: number; open
     };
   }, [rows.join()]);
   const e = index.episodes;
-  const own = rows.filter((other) => e.group[other] === e.group[row] && e.phase[other] === e.phase[row] && e.step[other] === e.step[row]);
+  const own = all.filter((other) => e.group[other] === e.group[row] && e.phase[other] === e.phase[row] && e.step[other] === e.step[row]);
   const turns = Math.max(0, ...episodes.map((episode) => episode.turns.length));
   return (
     <div class="attempts">
