@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspo_env.credit import turn_rewards
+from gspo_env.credit import Estimator, turn_rewards
 
 
 @dataclass(frozen=True, kw_only=True)
-class BestOfGroup:
+class BestOfGroup(Estimator):
     """Advantage 1 for the turns of an episode whose return is close to the best, else 0."""
 
     margin: float = 0.0

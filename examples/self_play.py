@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gspo_env.credit import Estimator
 from gspo_envs.adapters.textarena import TextArenaEnv
 
 
@@ -43,7 +44,7 @@ class Nim(TextArenaEnv):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByPlayer:
+class ByPlayer(Estimator):
     """Credits each turn with the reward of the player whose turn it was.
 
     Its baseline is the mean of what that player got after all turns of the group from this state.

@@ -132,7 +132,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Rejects a curriculum for several environments."""
-        no_curriculum = isinstance(self.curriculum, find("curriculum", "none"))
+        no_curriculum = name_of("curriculum", self.curriculum) == "none"
         if len(self.environments) > 1 and not no_curriculum:
             raise ConfigError(
                 f"curriculum is {name_of('curriculum', self.curriculum)!r} with several "
@@ -179,11 +179,7 @@ def learner_arguments(config: Config) -> dict[str, Any]:
 
 def with_score(config: Config, score: Score | None) -> Config:
     """Sets a score that the config leaves open, if the estimator uses one."""
-    if (
-        score is None
-        or config.credit.score != "auto"
-        or not getattr(config.advantage, "uses_score", True)
-    ):
+    if score is None or config.credit.score != "auto" or not config.advantage.uses_score:
         return config
     return replace(config, credit=replace(config.credit, score=score))
 
@@ -194,13 +190,12 @@ def check_estimator(config: Config) -> None:
     A config does not check this itself, because its fields may change one by one.
 
     Raises:
-        ConfigError: The estimator has its own rewards, and `credit.score` is not `auto`; it does
-            not compare branches; or it refuses its own settings, in a method `check_config`.
-        ModelError: Its teacher is no model.
+        ConfigError: The estimator has its own rewards, and `credit.score` is not `auto`; or it
+            refuses its own settings, see `Estimator.check`.
+        ModelError: Its teacher is not a model.
     """
-    config.branching.check(config)
-    getattr(config.advantage, "check_config", lambda: None)()
-    if config.credit.score != "auto" and not getattr(config.advantage, "uses_score", True):
+    config.advantage.check()
+    if config.credit.score != "auto" and not config.advantage.uses_score:
         raise ConfigError(
             f"credit.score is {config.credit.score!r}, which the estimator "
             f"{name_of('advantage', config.advantage)!r} does not use; expected --score auto"

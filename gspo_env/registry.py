@@ -1,7 +1,7 @@
 """Finds choices by name: built-in, from an installed plugin, or a class in a user's file.
 
-A choice is a frozen dataclass with its own settings: an estimator (kind `advantage`), a rule of
-branching, a compaction, a curriculum, a loss, an engine, a tracker or a recipe. Configs hold
+A choice is a frozen dataclass with its own settings: an estimator (kind `advantage`), a branching,
+a compaction, a curriculum, a loss, an engine, a tracker or a recipe. Configs hold
 instances; files and flags name them.
 """
 
@@ -25,7 +25,6 @@ from gspo_env.errors import ConfigError
 
 BUILTIN: dict[str, dict[str, str]] = {
     "advantage": {
-        "branch_baseline": "gspo_env.credit.branches:BranchBaseline",
         "distillation": "gspo_env.training.distillation:Distillation",
         "gigpo": "gspo_env.credit.estimators:GiGPO",
         "group_gae": "gspo_env.credit.estimators:GroupGAE",
@@ -35,15 +34,14 @@ BUILTIN: dict[str, dict[str, str]] = {
         "turn_plus_outcome": "gspo_env.credit.estimators:TurnPlusOutcome",
     },
     "branching": {
-        "none": "gspo_env.rollout.collector:PlainEpisodes",
-        "every": "gspo_env.rollout.branching:EveryTurn",
+        "none": "gspo_env.rollout.collector:RolloutPlugin",
     },
     "compaction": {
-        "none": "gspo_env.rollout.collector:PlainEpisodes",
+        "none": "gspo_env.rollout.collector:RolloutPlugin",
         "summary": "gspo_env.rollout.compaction:Summary",
     },
     "curriculum": {
-        "none": "gspo_env.training.curriculum:NoCurriculum",
+        "none": "gspo_env.training.curriculum:Curriculum",
         "ladder": "gspo_env.training.pool:Ladder",
         "pool": "gspo_env.training.pool:Pool",
     },
@@ -78,17 +76,15 @@ BUILTIN: dict[str, dict[str, str]] = {
 }
 """Each kind's choices by name, as import strings."""
 
-_METHODS = {
-    "advantage": "advantages",
-    "branching": "wrap",
-    "compaction": "wrap",
-    "curriculum": "options",
-    "engine": "start",
-    "loss": "compute",
-    "recipe": "build",
-    "tracker": "start",
+_BASES = {
+    "advantage": "gspo_env.credit:Estimator",
+    "branching": "gspo_env.rollout:RolloutPlugin",
+    "compaction": "gspo_env.rollout:RolloutPlugin",
+    "curriculum": "gspo_env.training:Curriculum",
 }
-"""The one method of each kind."""
+"""The base class of a kind's choices."""
+_METHODS = {"engine": "start", "loss": "compute", "recipe": "build", "tracker": "start"}
+"""The one method of the kinds without a base class."""
 _NAMES: dict[type, str] = {}
 
 
@@ -106,7 +102,7 @@ def find(kind: str, name: str) -> type[Any]:
         name: A built-in name, a plugin's, `module:Class` or `path/to/file.py:Class`.
 
     Raises:
-        ConfigError: Nothing has that name, or it is not a dataclass.
+        ConfigError: Nothing has that name, or it is not a dataclass of the kind's base class.
     """
     place = BUILTIN[kind].get(name) or (name if ":" in name else _plugins(kind).get(name))
     if kind == "tracker" and "," in name:
@@ -125,7 +121,12 @@ def find(kind: str, name: str) -> type[Any]:
         )
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ConfigError(f"{kind} is {name!r}; expected the name of a dataclass")
-    if not callable(getattr(cls, _METHODS[kind], None)):
+    if base := _BASES.get(kind):
+        if not issubclass(cls, load_function(base, kind)):  # type: ignore[arg-type]
+            raise ConfigError(
+                f"{kind} is {name!r}; expected a subclass of {base.replace(':', '.')}"
+            )
+    elif not callable(getattr(cls, _METHODS[kind], None)):
         raise ConfigError(f"{kind} is {name!r}; expected a class with a method {_METHODS[kind]!r}")
     _NAMES[cls] = name
     return cls

@@ -22,12 +22,16 @@ _TRL = {
     "vllm_mode": "engine",
 }
 _DROPOUT = "dropout is off, because the policy that trains has to be the one that was sampled"
+_BRANCHES = "it is a setting of --branching studies/credit/branches.py:Every"
 
 REMOVED = {
     **{name: f"it is called {setting}" for name, setting in _TRL.items()},
     "dropout": _DROPOUT,
     "lora_dropout": _DROPOUT,
     "command.report": "`gspo-env view RUN` shows one run, MLflow compares many",
+    "budget": _BRANCHES,
+    "continuations": _BRANCHES,
+    "every": _BRANCHES,
 }
 """By name: a setting's, such as `beta` or `rollout.beta`, a flag's of a command, such as
 `view.live`, or `command.` with that of a command."""

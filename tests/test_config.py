@@ -52,17 +52,18 @@ def test_a_users_class_is_a_choice_by_file(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(
         "from dataclasses import dataclass\n"
+        "from gspo_env.credit import Estimator\n"
         "@dataclass(frozen=True)\n"
-        "class Own:\n"
+        "class Own(Estimator):\n"
         "    weight: float = 1.0\n"
         "    def advantages(self, group): ...\n"
         "@dataclass(frozen=True)\n"
-        "class Needy:\n"
+        "class Needy(Estimator):\n"
         "    weight: float\n"
         "    def advantages(self, group): ...\n"
         "class Plain: ...\n"
         "@dataclass(frozen=True)\n"
-        "class Raises:\n"
+        "class Raises(Estimator):\n"
         "    def __post_init__(self): raise RuntimeError('boom')\n"
         "    def advantages(self, group): ...\n"
         "@dataclass(frozen=True)\n"
@@ -76,7 +77,7 @@ def test_a_users_class_is_a_choice_by_file(tmp_path):
         from_dict({"advantage": f"{file}:Needy"})
     with pytest.raises(ConfigError, match=r"Raises' cannot be made with its defaults: .*boom"):
         from_dict({"advantage": f"{file}:Raises"})
-    with pytest.raises(ConfigError, match="expected a class with a method 'advantages'"):
+    with pytest.raises(ConfigError, match=r"expected a subclass of gspo_env\.credit\.Estimator"):
         from_dict({"advantage": f"{file}:Idle"})
     with pytest.raises(ConfigError, match="expected the name of a dataclass"):
         from_dict({"advantage": f"{file}:Plain"})
@@ -89,8 +90,9 @@ def test_a_users_settings_may_have_any_type_that_toml_can_say(tmp_path):
     file.write_text(
         "from dataclasses import dataclass\n"
         "from pathlib import Path\n"
+        "from gspo_env.credit import Estimator\n"
         "@dataclass(frozen=True)\n"
-        "class Odd:\n"
+        "class Odd(Estimator):\n"
         "    levels: tuple[int, ...] = ()\n"
         "    where: Path = Path('here')\n"
         "    maybe: float | None = None\n"

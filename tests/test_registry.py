@@ -18,9 +18,10 @@ from gspo_env.settings import settings
 
 PLUGIN = """
 from dataclasses import dataclass
+from gspo_env.credit import Estimator
 
 @dataclass(frozen=True)
-class Flat:
+class Flat(Estimator):
     level: float = 1.0
     def advantages(self, group):
         return [[self.level] * len(e.turns) for e in group.episodes]

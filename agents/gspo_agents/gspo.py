@@ -300,10 +300,9 @@ class GSPOAgent:
         seed = self.config.seed if seed is None else seed
         tasks = self.split(tasks).tasks if isinstance(tasks, int) else tasks
         with self._collector() as collector:
-            plain = collector.plain
-            plain.on_group = on_group
+            collector.on_group = on_group
             how: Any = {"seed": seed, "group_size": samples, "temperature": temperature}
-            return self._loop.run(plain.collect(tasks, **how))
+            return self._loop.run(collector.collect(tasks, **how))
 
     def split(self, tasks: int = 0) -> Split:
         """Returns the tasks of an evaluation and the task keys that training does not play.

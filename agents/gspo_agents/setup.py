@@ -133,14 +133,15 @@ def check_learning(model: Any, config: Config, chat: ChatTokenizer) -> None:
     """Tries what only training needs before a folder is made.
 
     Raises:
-        ConfigError: Compaction does not go with other settings, the estimator's teacher has another
+        ConfigError: A plug-in does not go with other settings, the estimator's teacher has another
             tokenizer, a tracker's address does not answer, the optimiser cannot be made, or the
             engine cannot play ahead.
         MissingExtraError: The optimiser needs a package that is not installed.
         ModelError: The model cannot have the adapter.
     """
     config.compaction.check(config, chat)
-    getattr(config.advantage, "check_tokenizer", lambda _: None)(chat)
+    config.branching.check(config, chat)
+    config.advantage.check(chat)
     check_trackers(config.tracker)
     if config.supply.max_staleness and name_of("engine", config.engine) not in BUILTIN["engine"]:
         start_engine(model, config, ahead=True).close()
@@ -209,12 +210,12 @@ def open_collector(
     limits = config.rollout
     if not limits.ray_workers:
         collector = Collector(start_engine(), chat, pool, limits, vocab_size)
-        yield config.branching.wrap(config.compaction.wrap(collector))
+        yield config.compaction.wrap(collector)
         return
     open_workers = load_function("gspo_env.distributed.ray:open_workers", "workers")
     make = partial(make_pool, config)
     with open_workers(start_engine, chat, pool, limits, vocab_size, make) as collector:
-        yield config.branching.wrap(config.compaction.wrap(collector))
+        yield config.compaction.wrap(collector)
 
 
 def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trainer:

@@ -15,12 +15,13 @@ import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import gymnasium
 import numpy as np
 from gymnasium.utils.env_checker import check_env as check_by_gymnasium
 from gymnasium.utils.env_checker import data_equivalence
+from gymnasium.wrappers import OrderEnforcing
 
 from gspo_env.check.actions import HOSTILE, bug_in, random_policy, valid_call
 from gspo_env.credit.scores import ScoreChoice
@@ -29,7 +30,6 @@ from gspo_env.env.info import declared_score, parse_step
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import Tool
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
-from gspo_env.rollout.branching import check_branching, has_snapshots
 from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, play
 from gspo_env.runtime.threads import EnvThread, attempt, watched
 from gspo_env.seeding import global_generators_kept
@@ -54,9 +54,6 @@ class Checked:
     """Why."""
     declares_success: bool
     """Whether `info` says what a success is; otherwise every outcome above 0 is one."""
-    branches: Literal["snapshot", "replay", "no"] = "replay"
-    """How `gspo_env.rollout.branching` continues its episodes: from a state that it saved, or by
-    playing the same actions again; `no` if `check_branching` refuses them."""
     ends: bool = True
     """Whether an episode ended before the check abandoned it."""
     demonstrated: tuple[bool, ...] = ()
@@ -176,7 +173,6 @@ class _Check:
             score=choice.score,
             reason=choice.reason,
             declares_success=declares_success,
-            branches=self.branches(),
             ends=bool(ended),
             demonstrated=self.shown,
         )
@@ -266,17 +262,9 @@ class _Check:
             self.close(self.env)
         self.same(first, self.episode(seed), "after close()")
 
-    def branches(self) -> Literal["snapshot", "replay", "no"]:
-        """Returns how its episodes can be continued from the middle."""
-        try:
-            check_branching(self.env, self.played[0])
-        except EnvironmentContractError:
-            return "no"
-        return "snapshot" if has_snapshots(self.env) else "replay"
-
     def restores(self, seed: int) -> None:
         """Saves the state in the middle of an episode, and plays the rest from there again."""
-        if not has_snapshots(self.env):
+        if not _has_snapshots(self.env):
             return
         first = self.episode(seed)
         half = len(first.turns) // 2
@@ -426,6 +414,17 @@ def _chat() -> Any:
     # show the whole tool and not only its name, as real models' templates do
     tokenizer.chat_template = TEMPLATE.replace("t.function.name", "t | tojson")
     return ChatTokenizer(tokenizer)
+
+
+def _has_snapshots(env: Any) -> bool:
+    """Returns whether an environment can be put into a saved state.
+
+    A wrapper other than Gymnasium's check of the order of calls may have a state of its own.
+    """
+    while isinstance(env, OrderEnforcing):
+        env = env.env
+    takes_cuts = getattr(env, "takes_cut_actions", False)
+    return hasattr(env, "snapshot") and hasattr(env, "restore") and not takes_cuts
 
 
 def _short(value: object) -> str:

@@ -36,7 +36,6 @@ class Envs:
                     "Success: every outcome above 0, because the last `info` has no `success`; "
                     "give it if partial outcomes are no success."
                 )
-            print(f"Branching: {report.branches}.")
             if report.demonstrated:
                 print(
                     f"Demonstrator: {sum(report.demonstrated)} of {len(report.demonstrated)} "

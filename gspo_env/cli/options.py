@@ -98,7 +98,7 @@ class Choices:
     tracker: Annotated[str, _names("tracker")] = ""
     """Where metrics are recorded; separate several with commas."""
     branching: Annotated[str, _names("branching")] = ""
-    """Selects the turns from which episodes are continued several times."""
+    """A plug-in of yours that plays the groups of training in another way."""
     compaction: Annotated[str, _names("compaction")] = ""
     """What the policy does with a conversation that outgrows the context."""
     curriculum: Annotated[str, _names("curriculum")] = ""
@@ -353,7 +353,7 @@ def _with_score_of_file(
     score = config.credit.score
     if score == "auto":
         return config
-    if is_estimator_chosen and not getattr(config.advantage, "uses_score", True):
+    if is_estimator_chosen and not config.advantage.uses_score:
         return override(config, {"credit": {"score": "auto"}})
     if file and env:
         logger.warning(

@@ -74,7 +74,7 @@ class Result:
 
     @property
     def episodes(self) -> float:
-        """The training episodes of the run; a branch counts as the share of its turns."""
+        """The training episodes of the run."""
         return self._before(*self.history[-1]) if self.history else 0.0
 
     def _before(self, step: int, metrics: Mapping[str, float]) -> float:

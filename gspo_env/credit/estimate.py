@@ -14,12 +14,13 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge
 
-from gspo_env.credit.scores import contents
-from gspo_env.credit.statistics import MIN_SCALE, fallbacks, std_of, usable
+from gspo_env.credit.estimators import Estimator
+from gspo_env.credit.scores import auto_score
+from gspo_env.credit.statistics import MIN_SCALE, fallbacks, usable
 from gspo_env.errors import ConfigError
 from gspo_env.registry import name_of
 from gspo_env.settings import settings
-from gspo_env.types import FloatArray, Group, Score
+from gspo_env.types import Episode, FloatArray, Group, Score
 
 
 @settings
@@ -70,7 +71,7 @@ class Credit:
 
 def estimate(
     groups: Sequence[Group],
-    estimator: Any,
+    estimator: Estimator,
     config: CreditConfig | None = None,
     scores: Mapping[str, Score] = MappingProxyType({}),
 ) -> Credit:
@@ -78,7 +79,7 @@ def estimate(
 
     Args:
         groups: The groups of a rollout batch.
-        estimator: An `Estimator`, or any object with its method `advantages`.
+        estimator: The estimator.
         config: The score and the scaling of the whole batch; the score `auto` is decided from all
             groups together.
         scores: The score of each environment, by the `env_id` of its tasks; the others have the
@@ -88,23 +89,20 @@ def estimate(
         ConfigError: The estimator returned arrays of a wrong shape, or with invalid values.
     """
     started, config = time.perf_counter(), config or CreditConfig()
-    score = _score_of(groups) if config.score == "auto" else config.score
+    score = auto_score(groups) if config.score == "auto" else config.score
     groups = [replace(g, score=scores.get(g.task.env_id, score)) for g in groups]
     name = name_of("advantage", estimator)
     rows = [_of_played(name, group, estimator) for group in groups]
-    if getattr(estimator, "scale", "") == "batch":
-        trained = _trained(groups, rows)
-        std = std_of(trained - trained.mean(), getattr(estimator, "ddof", 0))
-        rows = _times(rows, 1 / std if std >= MIN_SCALE else 0.0)
-    rms = float(np.sqrt(np.mean(_trained(groups, rows) ** 2)))
+    keep_cut = config.train_on_truncated
+    rows = _times(rows, 1 / estimator.batch_divisor(_trained(groups, rows, keep_cut)))
+    rms = float(np.sqrt(np.mean(_trained(groups, rows, keep_cut) ** 2)))
     if config.rms and rms >= MIN_SCALE:
         rows, rms = _times(rows, config.rms / rms), config.rms
     flat = [_is_flat(group, row) for group, row in zip(groups, rows, strict=True)]
-    counts = getattr(estimator, "compares_turns", False)
     return Credit(
         advantages=rows,
         zero_variance_groups=float(np.mean(flat)) if flat else 0.0,
-        baseline_fallbacks=sum(map(fallbacks, groups)) if counts else 0,
+        baseline_fallbacks=sum(map(fallbacks, groups)) if estimator.compares_turns else 0,
         rms=rms,
         seconds=time.perf_counter() - started,
     )
@@ -118,24 +116,38 @@ def _is_flat(group: Group, row: Sequence[FloatArray]) -> bool:
     return all(np.abs(values).max(initial=0) < MIN_SCALE for values in row)
 
 
-def _score_of(groups: Sequence[Group]) -> Score:
-    has_rewards, has_outcomes = contents(
-        [episode for group in groups for episode in group.episodes]
-    )
-    return "outcome" if has_outcomes and not has_rewards else "turns"
+def _trained(
+    groups: Sequence[Group], rows: Sequence[Sequence[FloatArray]], keep_cut: bool
+) -> FloatArray:
+    """Joins the advantages that are trained on."""
+    values = [
+        _in_loss(group.episodes[i], row[i])
+        for group, row in zip(groups, rows, strict=True)
+        for i in usable(group)
+        if keep_cut or not group.episodes[i].truncated
+    ]
+    return np.concatenate(values) if any(map(len, values)) else np.zeros(1)
 
 
-def _trained(groups: Sequence[Group], rows: Sequence[Sequence[FloatArray]]) -> FloatArray:
-    """Joins the advantages of all usable episodes."""
-    values = [row[i] for g, row in zip(groups, rows, strict=True) for i in usable(g)]
-    return np.concatenate(values) if values else np.zeros(1)
+def _in_loss(episode: Episode, values: FloatArray) -> FloatArray:
+    """Returns the advantages that the environment neither masks nor replaces by its own."""
+    masks = []
+    for turn in episode.turns:
+        count, mask = len(turn.action_ids), turn.info.token_mask
+        replaced = turn.info.token_advantages is not None
+        masks.append(np.full(count, not replaced) if replaced or mask is None else np.array(mask))
+    if len(values) != len(masks):
+        kept: FloatArray = values[np.concatenate(masks)]
+    else:
+        kept = values[[bool(mask.any()) or not mask.size for mask in masks]]
+    return kept
 
 
 def _times(rows: Sequence[Sequence[FloatArray]], factor: float) -> list[list[FloatArray]]:
     return [[values * factor for values in row] for row in rows]
 
 
-def _of_played(name: str, group: Group, estimator: Any) -> list[FloatArray]:
+def _of_played(name: str, group: Group, estimator: Estimator) -> list[FloatArray]:
     """Computes the advantages from the episodes that did not fail; the others get zeros.
 
     If failures leave a single episode of a group, nothing is compared and it gets zeros too.

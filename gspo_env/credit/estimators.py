@@ -14,7 +14,7 @@ docs/credit.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Interval
@@ -26,6 +26,7 @@ from gspo_env.credit.statistics import (
     discounted,
     divided,
     min_peers,
+    std_of,
     turn_baselines,
     usable,
     value_after,
@@ -38,33 +39,70 @@ from gspo_env.types import Episode, FloatArray, Group, Score, Turn
 Share = Annotated[float, Interval(ge=0, le=1)]
 
 
-@settings
 class Estimator:
-    """Base class of estimators; a custom one may subclass it or be any frozen dataclass.
+    """Base class of estimators: a subclass is a frozen dataclass and implements `advantages`."""
 
-    The built-in subclasses implement `compare`, which gets usable episodes only.
-    """
+    __slots__ = ()
 
-    scale: Literal["none", "batch", "std", "mean"] = "none"
-    """Divisor: 1; the standard deviation of all advantages of the batch, or that of the group,
-    which is a bias (see docs/credit.md); or the group's mean outcome, so that rare successes count
-    more (MaxRL, arXiv 2602.02710; all 0 if that mean is not above 0). With `batch`, `advantages`
-    does not divide and `estimate` does. A z-score is divided with `std` only."""
-    ddof: Literal[0, 1] = 0
-    """Delta degrees of freedom of the standard deviation."""
-
+    uses_score: ClassVar[bool] = True
+    """Whether it reads `Group.score`; if not, the setting `credit.score` is refused."""
+    compares: ClassVar[Score] = "sum"
+    """The rewards that it compares where it does not use the score."""
+    needs_rewards: ClassVar[bool] = True
+    """Whether a group whose rewards are all the same teaches it nothing."""
     compares_turns: ClassVar[bool] = False
     """Whether an episode is compared with the others at the same turn, so that fallbacks count."""
-    uses_score: ClassVar[bool] = True
-    """Whether the estimator reads `Group.score`; if not, the setting `credit.score` is refused."""
+    credits_agents: ClassVar[bool] = False
+    """Whether it credits each agent of an environment with `rewards_by_agent` by its own."""
 
     def advantages(self, group: Group) -> Sequence[FloatArray]:
-        """Computes the advantages of a group: zeros if fewer than two episodes can be compared.
+        """Computes the advantages of a group.
 
         Shapes:
             result: for each episode (K_i,), one for each turn, or (N_i,), one for each sampled
                 token.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no method 'advantages'")
+
+    def batch_divisor(self, advantages: FloatArray) -> float:
+        """Returns what the advantages of a batch are divided by; infinity makes them all 0.
+
+        Args:
+            advantages: (N,) those of all groups that are trained on.
+        """
+        return 1.0
+
+    def check(self, chat: Any = None) -> None:
+        """Rejects settings that cannot work.
+
+        It is called before a run loads its model, and again with the model's
+        `gspo_env.chat.ChatTokenizer`.
+        """
+
+    def bind(self, learner: Any, collector: Any) -> Estimator:
+        """Returns the estimator of a run, with what it needs of it, such as a teacher.
+
+        Args:
+            learner: The `gspo_env.learner.Trainer` of the policy.
+            collector: The `gspo_env.rollout.Collector` of its episodes.
+        """
+        return self
+
+
+@settings
+class GroupEstimator(Estimator):
+    """Base class of estimators that compare the usable episodes of a group."""
+
+    scale: Literal["none", "batch", "std", "mean"] = "none"
+    """Divisor: 1; the standard deviation of all advantages of the batch, or that of the group,
+    which is a bias (see docs/credit.md); or the group's mean outcome, so that rare successes count
+    more (MaxRL, arXiv 2602.02710; all 0 if that mean is not above 0). A z-score is divided with
+    `std` only."""
+    ddof: Literal[0, 1] = 0
+    """Delta degrees of freedom of the standard deviation."""
+
+    def advantages(self, group: Group) -> Sequence[FloatArray]:
+        """See `Estimator.advantages`: zeros if fewer than two episodes can be compared."""
         rows, used = [np.zeros(len(e.turns)) for e in group.episodes], usable(group)
         if len(used) >= 2:
             compared = self.compare([group.episodes[i] for i in used], group.score)
@@ -76,21 +114,23 @@ class Estimator:
                 rows[i] = row / divisor
         return rows
 
+    def batch_divisor(self, advantages: FloatArray) -> float:
+        """See `Estimator.batch_divisor`."""
+        if self.scale != "batch":
+            return 1.0
+        std = std_of(advantages - advantages.mean(), self.ddof)
+        return std if std >= MIN_SCALE else np.inf
+
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
         """Computes the advantages of at least two usable episodes of a group."""
-        raise NotImplementedError(f"{type(self).__name__} has neither `advantages` nor `compare`")
+        raise NotImplementedError(f"{type(self).__name__} has no method 'compare'")
 
     def _z(self, values: FloatArray) -> FloatArray:
         return z_score(values, self.scale, self.ddof)
 
 
-def compares_episodes(estimator: object) -> bool:
-    """Returns whether a group of one episode has no advantage; False for a class of its own."""
-    return getattr(type(estimator), "advantages", None) is Estimator.advantages
-
-
 @settings
-class Outcome(Estimator):
+class Outcome(GroupEstimator):
     """One advantage for a whole episode: (outcome - baseline) / scale.
 
     The outcome is `Episode.outcome`: the environment's own, or else the sum of the turn rewards.
@@ -104,9 +144,10 @@ class Outcome(Estimator):
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What is subtracted from an episode's outcome."""
     uses_score: ClassVar[bool] = False
+    compares: ClassVar[Score] = "outcome"
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
-        """See `Estimator.compare`."""
+        """See `GroupEstimator.compare`."""
         outcomes_G = np.array([e.outcome for e in episodes])
         centred_G = values_G = outcomes_G - outcomes_G.mean()
         if self.baseline == "leave_one_out":
@@ -117,7 +158,7 @@ class Outcome(Estimator):
 
 
 @settings
-class TurnPlusOutcome(Estimator):
+class TurnPlusOutcome(GroupEstimator):
     """The outcome's z-score, plus each turn's reward against the others' at the same turn.
 
     A_ik = z_g(O_i) + turn_weight * z_gk(r_ik), with O_i = `Episode.outcome`: if an environment
@@ -139,14 +180,14 @@ class TurnPlusOutcome(Estimator):
     uses_score: ClassVar[bool] = False
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
-        """See `Estimator.compare`."""
+        """See `GroupEstimator.compare`."""
         whole = self._z(np.array([e.outcome for e in episodes]))
         by_turn = z_by_turn([e.rewards for e in episodes], self.scale, self.ddof)
         return [z + self.turn_weight * z_K for z, z_K in zip(whole, by_turn, strict=True)]
 
 
 @settings
-class ReturnsToGo(Estimator):
+class ReturnsToGo(GroupEstimator):
     """Each turn's discounted return-to-go against the other episodes at the same turn.
 
     A_ik = (G_ik - b_ik) / sigma with the leave-one-out baseline b_ik at turn k. sigma pools the
@@ -164,7 +205,7 @@ class ReturnsToGo(Estimator):
     compares_turns: ClassVar[bool] = True
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
-        """See `Estimator.compare`."""
+        """See `GroupEstimator.compare`."""
         returns = [discounted(turn_rewards(e, score), self.gamma) for e in episodes]
         baselines, means = turn_baselines(returns)
         deviations = np.concatenate([g - m for g, m in zip(returns, means, strict=True)])
@@ -173,7 +214,7 @@ class ReturnsToGo(Estimator):
 
 
 @settings
-class GiGPO(Estimator):
+class GiGPO(GroupEstimator):
     """The return's z-score, plus each return-to-go against others from the same state.
 
     A_ik = z_g(R_i) + step_weight * z_s(G_ik), where z_s is over every turn of the group that was
@@ -193,7 +234,7 @@ class GiGPO(Estimator):
     """Weight of the comparison from equal states, omega."""
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
-        """See `Estimator.compare`."""
+        """See `GroupEstimator.compare`."""
         whole = self._z(np.array([turn_rewards(e, score).sum() for e in episodes]))
         rows = [np.full(len(e.turns), z) for e, z in zip(episodes, whole, strict=True)]
         returns = [discounted(turn_rewards(e, score), self.gamma) for e in episodes]
@@ -210,7 +251,7 @@ class GiGPO(Estimator):
 
 
 @settings
-class NormalizeThenAccumulate(Estimator):
+class NormalizeThenAccumulate(GroupEstimator):
     """Normalises rewards to z-scores first, then sums them from each turn on.
 
     A_ik = sum over l >= k of gamma^(l-k) z(r_il), with z over all turns of the group
@@ -234,7 +275,7 @@ class NormalizeThenAccumulate(Estimator):
     """Divides each sum by the square root of its number of terms."""
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
-        """See `Estimator.compare`."""
+        """See `GroupEstimator.compare`."""
         rewards = [turn_rewards(e, score) for e in episodes]
         if self.per == "turn":
             z = z_by_turn(rewards, self.scale, self.ddof)
@@ -246,7 +287,7 @@ class NormalizeThenAccumulate(Estimator):
 
 
 @settings
-class GroupGAE(Estimator):
+class GroupGAE(GroupEstimator):
     """Generalised advantage estimation with the group in place of a critic.
 
     V_ik is the mean return-to-go of the other episodes from the same `Turn.state_key`, if at least
@@ -273,7 +314,7 @@ class GroupGAE(Estimator):
     compares_turns: ClassVar[bool] = True
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
-        """See `Estimator.compare`."""
+        """See `GroupEstimator.compare`."""
         rewards = [turn_rewards(e, score) for e in episodes]
         returns = [discounted(rewards_K, self.gamma) for rewards_K in rewards]
         values, _ = turn_baselines(returns)

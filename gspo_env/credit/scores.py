@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_env.credit.statistics import MIN_SCALE, discounted, turn_baselines, usable
 from gspo_env.errors import ConfigError
 from gspo_env.types import Episode, FloatArray, Group, Score
 
@@ -43,6 +44,27 @@ def contents(episodes: Sequence[Episode]) -> tuple[bool, bool]:
     played = [e for e in episodes if not e.failed]
     outcomes = any(e.turns and e.ending.outcome is not None for e in played)
     return any(e.rewards.any() for e in played), outcomes
+
+
+def auto_score(groups: Sequence[Group]) -> Score:
+    """Returns the score of groups whose environment and settings leave it open."""
+    has_rewards, has_outcomes = contents([e for group in groups for e in group.episodes])
+    return "outcome" if has_outcomes and not has_rewards else "turns"
+
+
+def returns_differ(group: Group, score: Score) -> bool:
+    """Returns whether an episode's return from some turn on differs from the others'.
+
+    Example:
+        Rewards [0, 1] and [1]: both have the return 1 from every turn on, so they don't differ.
+    """
+    rewards = [turn_rewards(group.episodes[i], score) for i in usable(group)]
+    if len(rewards) < 2:
+        return False
+    returns = [discounted(rewards_K, 1.0) for rewards_K in rewards]
+    baselines, _ = turn_baselines(returns)
+    differences = np.concatenate(returns) - np.concatenate(baselines)
+    return bool(np.abs(differences).max() >= MIN_SCALE)
 
 
 @dataclass(slots=True)
@@ -140,6 +162,19 @@ class Scores:
     """The choice of each environment that a run trains on, by the `env_id` of its tasks."""
 
     choices: Mapping[str, ScoreChoice]
+    fixed: Score | None = None
+    """What the estimator compares in place of the choices."""
+    needed: bool = True
+    """Whether a group whose rewards are all the same teaches nothing."""
+
+    def teaches(self, group: Group) -> bool:
+        """Returns whether training on a group can teach anything, by its rewards."""
+        turns = [turn for episode in group.episodes for turn in episode.turns]
+        if not self.needed or any(turn.info.token_advantages for turn in turns):
+            return True
+        choice = self.choices.get(group.task.env_id)
+        score = self.fixed or (choice and choice.score) or auto_score([group])
+        return returns_differ(group, score)
 
     @property
     def only(self) -> Score | None:

@@ -112,9 +112,6 @@ class Engine:
         """Samples one action with one of several `copies`, counted from 0."""
         return await self.generate(prompt_ids, sampling)
 
-    def fork(self, session: str, source: str) -> None:
-        """Lets a new session begin with what another one has cached; optional."""
-
     def release(self, session: str) -> None:
         """Drops the cache of a session."""
 

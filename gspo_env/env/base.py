@@ -160,9 +160,6 @@ class TextEnv(gymnasium.Env[str, str]):
     takes_cut_actions: bool = False
     """Whether `step` also takes actions that were cut at their limit of tokens or whose prompt did
     not fit (`Action.finish_reason`), and the episode goes on; otherwise such an episode ends."""
-    replays: bool | None = None
-    """Whether `gspo_env.rollout.branching` may play the same actions again. None means that it may
-    if the environment has no tools, which could change something outside of the episode."""
     max_turns: int | None = None
     """Turns after which `end_turn` truncates the episode."""
     num_tasks: int | None = None

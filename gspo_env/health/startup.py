@@ -9,7 +9,7 @@ from typing import Any
 
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config
-from gspo_env.credit.estimators import compares_episodes
+from gspo_env.credit.estimators import GroupEstimator
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.health.findings import Finding, refuse
 from gspo_env.health.rules import find_in_first_steps
@@ -101,7 +101,6 @@ def check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Itera
     A few episodes are played if groups have one episode.
     """
     estimator = name_of("advantage", config.advantage)
-    credits_agents = getattr(config.advantage, "credits_agents", False)
     for env_id, env in envs.items():
         if attribute(env, "gives_reward", None) is False:
             key = "rewards" if len(envs) == 1 else f"{env_id}.rewards"
@@ -111,7 +110,7 @@ def check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Itera
                 advice=f"Name reward functions with --env-kwargs {key}=file.py:function.",
                 hopeless=True,
             )
-        if attribute(env, "rewards_by_agent", False) and not credits_agents:
+        if attribute(env, "rewards_by_agent", False) and not config.advantage.credits_agents:
             yield Finding(
                 name="rewards_by_agent",
                 text=f"The agents of {env_id} have rewards of their own, but the estimator "
@@ -121,7 +120,7 @@ def check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Itera
                 hopeless=True,
             )
     size, episodes = config.rollout.group_size, config.rollout.group_size * config.tasks_per_step
-    compares = compares_episodes(config.advantage)
+    compares = isinstance(config.advantage, GroupEstimator)
     if size == 1 and compares and not _give_token_advantages(envs, config):
         yield Finding(
             name="groups_of_one",

@@ -1,4 +1,5 @@
 from .collector import Collector as Collector
+from .collector import RolloutPlugin as RolloutPlugin
 from .collector import RolloutRequest as RolloutRequest
 from .metrics import EpisodeStats as EpisodeStats
 from .metrics import Evaluation as Evaluation
@@ -9,6 +10,7 @@ from .play import PolicyOutput as PolicyOutput
 from .play import conclude as conclude
 from .play import demonstrator as demonstrator
 from .play import play_now as play_now
+from .policy import EnginePolicy as EnginePolicy
 from .pool import EnvPool as EnvPool
 from .pool import EnvPools as EnvPools
 from .settings import RolloutConfig as RolloutConfig

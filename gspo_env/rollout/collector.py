@@ -84,7 +84,7 @@ class Collector:
     """What the episodes in flight wait for."""
     policy: Callable[..., EnginePolicy] = EnginePolicy
     """Makes the policy of an episode."""
-    weights_ready: asyncio.Event = field(default_factory=asyncio.Event)
+    weights_ready: asyncio.Event = field(default_factory=lambda: _set_event())
     """Unset while the engine takes new weights: episodes wait with their next action."""
     on_group: Callable[[], None] | None = None
     """Called after each group that `collect` plays."""
@@ -95,18 +95,12 @@ class Collector:
     """Whether the log has said that first prompts do not fit."""
 
     def __post_init__(self) -> None:
-        """Lets episodes sample, and stalls be logged."""
-        self.weights_ready.set()
+        """Lets stalls be logged."""
         self._heartbeat = Heartbeat(self.idle, self.describe, self.stall_seconds)
 
     def idle(self) -> float:
         """Returns the seconds since an episode last made progress, as far as it is known."""
         return self.progress.idle()
-
-    @property
-    def plain(self) -> Collector:
-        """The collector of evaluations, whose groups have no branches."""
-        return self
 
     def describe(self) -> str:
         """Returns what the episodes in flight wait for."""
@@ -300,19 +294,32 @@ class Collector:
 
 
 @settings
-class PlainEpisodes:
-    """Neither `gspo_env.rollout.branching` nor `gspo_env.rollout.compaction`."""
+class RolloutPlugin:
+    """Base class of what changes how episodes are played: `compaction` and `branching`.
+
+    Its defaults, the choice `none` of both, change nothing.
+    """
+
+    def check(self, config: Any, chat: ChatTokenizer) -> None:
+        """Rejects settings of a run that do not go with it, before the run begins."""
 
     def wrap(self, collector: Collector) -> Collector:
-        """Returns the collector."""
+        """Returns what plays the episodes: with `branching` those of training only."""
         return collector
 
-    def check(self, config: object, chat: ChatTokenizer | None = None) -> None:
-        """Accepts the other settings of a run."""
+    def episodes(self, groups: Sequence[Group]) -> float:
+        """Returns how many episodes were played; one may count in part."""
+        return float(sum(len(group.episodes) for group in groups))
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Returns no metrics."""
+        """Returns the metrics of the groups of a step; they replace others of the same name."""
         return {}
+
+
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
 
 
 @asynccontextmanager

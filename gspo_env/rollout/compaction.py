@@ -19,7 +19,7 @@ from annotated_types import Ge
 
 from gspo_env.chat.transcript import ChatTokenizer, first_messages
 from gspo_env.errors import ConfigError, PromptLengthError
-from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.collector import Collector, RolloutPlugin
 from gspo_env.rollout.play import PolicyInput, PolicyOutput
 from gspo_env.rollout.policy import EnginePolicy
 from gspo_env.rollout.settings import RolloutConfig
@@ -35,7 +35,7 @@ _INSTRUCTION = (
 
 
 @settings
-class Summary:
+class Summary(RolloutPlugin):
     """Asks the policy for a summary before its conversation outgrows `rollout.max_context`.
 
     It asks once the next action could leave no room for a summary. The summary counts as one of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import get_args
 
 import numpy as np
@@ -69,6 +69,8 @@ class RolloutStats:
     """Time in which they were played."""
     unused: Sequence[Group] = ()
     """Other groups that were played, of which only the failures count."""
+    supply: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of what played them."""
 
     @property
     def played(self) -> EpisodeStats:
@@ -82,9 +84,8 @@ class RolloutStats:
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens; those that a branch shares count once."""
-        parts = (e.turns[getattr(e, "shared", 0) :] for e in _episodes(self.groups))
-        return sum(len(turn.action_ids) for turns in parts for turn in turns)
+        """Sampled tokens."""
+        return sum(episode.model_tokens for episode in _episodes(self.groups))
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name."""
@@ -106,6 +107,7 @@ class RolloutStats:
             "rollout/tokens": float(self.tokens),
             "rollout/tokens_per_second": self.tokens / self.seconds,
             "time/rollout": self.seconds,
+            **self.supply,
         }
 
 

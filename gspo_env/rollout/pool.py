@@ -81,6 +81,11 @@ class EnvPool:
             self.isolated = isinstance(self.sample, IsolatedEnv)
             self._read(self.sample)
 
+    @property
+    def group_reward(self) -> Callable[[Any], Any] | None:
+        """The environments' own `group_reward`, once there is one."""
+        return None if self.sample is None else attribute(self.sample, "group_reward", None)
+
     def of(self, env_id: str) -> EnvPool:
         """Returns the pool of an environment, which is this one for every id."""
         return self
@@ -136,7 +141,7 @@ class EnvPool:
 
         If it raises or does not return in time, the episodes of the group count as lost.
         """
-        reward = self.sample and attribute(self.sample, "group_reward", None)
+        reward = self.group_reward
         if reward is None:
             return group
         try:

@@ -95,8 +95,8 @@ class SupplyConfig:
     updates in turn. Above 0 the rollout goes on while the learner updates, on a copy of the
     weights; `loss.correction` is then `truncated` unless it is set."""
     max_resamples: Annotated[int, Ge(0)] = 0
-    """Times that another task is played in place of a group whose advantages are all 0, or whose
-    success is outside of `min_success` to `max_success`; 0 trains on every group."""
+    """Times that another task is played in place of a group whose episodes have the same rewards,
+    or whose success is outside of `min_success` to `max_success`; 0 trains on every group."""
     min_success: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """Least share of successful episodes of a group; see `max_resamples`."""
     max_success: Annotated[float, Interval(ge=0, le=1)] = 1.0

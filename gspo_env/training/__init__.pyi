@@ -1,6 +1,6 @@
 from .curriculum import Curriculum as Curriculum
-from .curriculum import NoCurriculum as NoCurriculum
 from .curriculum import StepResult as StepResult
+from .curriculum import TaskSampler as TaskSampler
 from .loop import Loop as Loop
 from .loop import evaluate as evaluate
 from .pool import Ladder as Ladder

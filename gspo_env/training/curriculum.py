@@ -1,14 +1,17 @@
-"""Curricula: the `options` of `reset` in a step follow from the results of the steps before."""
+"""Curricula: the tasks of a step follow from the results of the steps before."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from gspo_env.errors import ConfigError
+from gspo_env.rollout.metrics import EpisodeStats
 from gspo_env.settings import settings
+from gspo_env.training.split import draw_tasks
+from gspo_env.types import Group, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +24,6 @@ class StepResult:
     """Share of the episodes that succeeded."""
     mean_return: float
     """Mean sum of the turns' rewards."""
-    tasks: Sequence[tuple[int, str, int, int]] = ()
-    """What a curriculum that draws tasks records; see `gspo_env.training.pool`."""
 
     def metrics(self) -> dict[str, float]:
         """Returns the options that are numbers, by metric name."""
@@ -30,33 +31,104 @@ class StepResult:
         return {f"rollout/option/{name}": float(value) for name, value in numbers.items()}
 
 
-class Curriculum(Protocol):
-    """Chooses the options of the next step's tasks; a frozen dataclass with its own settings."""
+@settings
+class Curriculum:
+    """Base class of what chooses the tasks of a step by the results so far.
+
+    Its defaults, the choice `none`, play new tasks without options.
+    """
 
     def options(self, results: Sequence[StepResult]) -> Mapping[str, Any]:
-        """Returns the options of `reset`, which are JSON values.
+        """Returns the options of `reset` in the next step, which are JSON values.
 
         A function of the results alone, so that a resumed run continues in the same way.
 
         Args:
             results: All steps before, the last one last.
         """
-
-
-@settings
-class NoCurriculum:
-    """Every step plays tasks without options."""
-
-    def options(self, results: Sequence[StepResult]) -> Mapping[str, Any]:
-        """Returns no options."""
         return {}
+
+    def record(self, state: Mapping[str, Any], groups: Sequence[Group]) -> Mapping[str, Any]:
+        """Returns the state for `draw` after a step, as JSON.
+
+        Args:
+            state: The state before; empty at first.
+            groups: The groups that the step played.
+        """
+        return state
+
+    def draw(self, tasks: Sequence[Task], state: Mapping[str, Any]) -> Sequence[Task]:
+        """Returns the tasks of the next step.
+
+        A function of its arguments alone, so that a resumed run draws the same.
+
+        Args:
+            tasks: New tasks, with the options of `options`.
+            state: See `record`.
+        """
+        return tasks
+
+
+@dataclass(slots=True)
+class TaskSampler:
+    """Draws the tasks of a run, and keeps what its curriculum has seen."""
+
+    curriculum: Curriculum
+    weights: Mapping[str, float]
+    """The weight of each environment, by the `env_id` of its tasks."""
+    seed: int
+    tasks_per_step: int
+    results: list[StepResult] = field(default_factory=list)
+    drawn_from: Mapping[str, Any] = field(default_factory=dict)
+    """The curriculum's state; see `Curriculum.record`."""
+
+    def draw(self, step: int) -> Sequence[Task]:
+        """Returns the tasks of a step, counted from 1, as the curriculum chooses them now."""
+        tasks = draw_tasks(
+            self.weights,
+            seed=self.seed,
+            step=step,
+            count=self.tasks_per_step,
+            options=next_options(self.curriculum, self.results),
+        )
+        return self.curriculum.draw(tasks, self.drawn_from)
+
+    def record(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Records the groups of a step; returns the metrics.
+
+        There is one result for each of the options with which they were played.
+        """
+        by_options: dict[str, list[Group]] = {}
+        played = [g for g in groups if not all(episode.failed for episode in g.episodes)]
+        for group in played:
+            key = json.dumps(group.task.options, sort_keys=True)
+            by_options.setdefault(key, []).append(group)
+        metrics: dict[str, float] = {}
+        for alike in by_options.values():
+            stats = EpisodeStats.of([e for g in alike for e in g.episodes if not e.failed])
+            options = dict(alike[0].task.options)
+            self.results.append(StepResult(options, stats.success, stats.mean_return))
+            metrics |= self.results[-1].metrics()
+        if played:
+            self.drawn_from = self.curriculum.record(self.drawn_from, played)
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state for `restore`, as JSON."""
+        results = [asdict(result) for result in self.results]
+        return {"results": results, "drawn_from": dict(self.drawn_from)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores the state of another sampler of the same run."""
+        self.results = [StepResult(**result) for result in state["results"]]
+        self.drawn_from = dict(state["drawn_from"])
 
 
 def next_options(curriculum: Curriculum, results: Sequence[StepResult]) -> dict[str, Any]:
     """Returns the options that a curriculum chooses.
 
     Raises:
-        ConfigError: It raised, or what it returned is no mapping of JSON values.
+        ConfigError: It raised, or what it returned is not a mapping of JSON values.
     """
     name = type(curriculum).__name__
     try:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Interval
 
 from gspo_env.batch.prefix import common_prefix
+from gspo_env.credit.estimators import Estimator
 from gspo_env.credit.statistics import discounted
 from gspo_env.errors import ConfigError, ModelError, TrainingError
-from gspo_env.registry import find, load_function
+from gspo_env.registry import find
 from gspo_env.settings import settings
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _MOST_TOKENS = 16384
 
 
 @settings
-class Distillation:
+class Distillation(Estimator):
     """The log-ratio of a teacher and the policy as the advantage of each token.
 
     A_t = weight * sum over l >= t of gamma^(l-t) (log p_teacher,l - log p_policy,l) + credit * C_t,
@@ -56,50 +57,48 @@ class Distillation:
     """Weight of the other estimator's advantages; 0 distils alone."""
     estimator: str = "returns_to_go"
     """Name of the other estimator, which has its default settings."""
+    needs_rewards: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
         find("advantage", self.estimator)
 
     @property
-    def uses_score(self) -> bool:
+    def uses_score(self) -> bool:  # type: ignore[override]
         """Whether the other estimator reads `Group.score`."""
-        return bool(self.credit) and getattr(find("advantage", self.estimator), "uses_score", True)
+        return bool(self.credit) and find("advantage", self.estimator)().uses_score
 
     def advantages(self, group: Group) -> Sequence[FloatArray]:
         """Raises an error: a run calls `bind` first."""
         raise ConfigError("the estimator 'distillation' has no teacher; expected a call of bind()")
 
-    def check_config(self) -> None:
-        """Checks the teacher before anything is trained.
+    def check(self, chat: ChatTokenizer | None = None) -> None:
+        """Checks that there is a teacher, and that it has the policy's tokenizer.
 
         Raises:
-            ConfigError: There is no teacher.
-            ModelError: The teacher is no model.
+            ConfigError: There is none, or it has another tokenizer.
+            ModelError: The teacher is not a model.
         """
-        if self.teacher != "self":
-            self._tokenizer()
-        elif not self.hint:
+        if self.teacher == "self" and not self.hint:
             raise ConfigError(
                 "teacher is 'self' and hint is ''; expected a hint such as solution, or the folder "
                 "of another model: a teacher that reads the same agrees with the policy"
             )
 
-    def check_tokenizer(self, chat: ChatTokenizer) -> None:
-        """Checks that the teacher has the policy's tokenizer.
-
-        Raises:
-            ConfigError: It has another one.
-        """
-        if self.teacher != "self" and self._tokenizer().get_vocab() != chat.tokenizer.get_vocab():
+        if self.teacher == "self":
+            return
+        tokenizer = self._tokenizer()
+        if chat is not None and tokenizer.get_vocab() != chat.tokenizer.get_vocab():
             raise ConfigError(
                 f"teacher is {self.teacher!r}, whose tokenizer is not the policy's; expected a "
                 "model with the same token ids"
             )
 
     def _tokenizer(self) -> Any:
+        from gspo_env.model.load import load_tokenizer
+
         try:
-            return load_function("gspo_env.model.load:load_tokenizer", "teacher")(self.teacher)
+            return load_tokenizer(self.teacher)
         except ModelError as error:
             raise ModelError(f"advantage.teacher is {self.teacher!r}: {error}") from error
 
@@ -114,23 +113,23 @@ class Distillation:
             ConfigError: There is no teacher, or it has another tokenizer.
             ModelError: The teacher cannot be loaded.
         """
-        self.check_config()
-        self.check_tokenizer(collector.chat)
+        self.check(collector.chat)
         score = _scorer(self.teacher, learner, collector)
         return BoundDistillation(settings=self, chat=collector.chat, score=score)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BoundDistillation:
+class BoundDistillation(Estimator):
     """The estimator with its teacher."""
 
     settings: Distillation
     chat: ChatTokenizer
     score: Callable[[Sequence[Sample]], Any]
     """Returns the teacher's log-probabilities (N,) of the model tokens of samples."""
+    needs_rewards: ClassVar[bool] = False
 
     @property
-    def uses_score(self) -> bool:
+    def uses_score(self) -> bool:  # type: ignore[override]
         """See `Distillation.uses_score`."""
         return self.settings.uses_score
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from safetensors import SafetensorError
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
+from gspo_env.credit.estimators import Estimator
 from gspo_env.credit.scores import ScoreChoice, Scores
 from gspo_env.errors import GspoEnvError, OutputError
 from gspo_env.files import check_types
@@ -25,16 +25,16 @@ from gspo_env.learner.stats import TokenValues
 from gspo_env.model.export import named_weights
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
-from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
+from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.seeding import derive_seed
 from gspo_env.tracking.console import part
 from gspo_env.training.checkpoints import Checkpoint, CheckpointWriter
-from gspo_env.training.curriculum import StepResult, next_options
+from gspo_env.training.curriculum import TaskSampler
 from gspo_env.training.resume import generator_states, set_generator_states
-from gspo_env.training.rollout_buffer import Batch, RolloutBuffer
-from gspo_env.training.split import Split, draw_tasks
+from gspo_env.training.rollout_buffer import RolloutBuffer
+from gspo_env.training.split import Split
 from gspo_env.training.weight_check import check_sync
-from gspo_env.types import Episode, FloatArray, Group, Score, Task
+from gspo_env.types import FloatArray, Group, Score, Task
 
 _DAMAGE = (
     *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError),
@@ -91,36 +91,40 @@ class Loop:
     split: Split
     writer: CheckpointWriter | None = None
     """Saves the run; None saves nothing."""
+    tasks: TaskSampler = field(init=False)
+    """Draws the tasks of each step."""
     buffer: RolloutBuffer = field(init=False)
     """Plays the groups of each step."""
     history: History = field(default_factory=list)
     declared: Mapping[str, Score | None] = field(default_factory=dict)
     """The scores that environments declare, used if the config has none."""
-    estimator: Any = field(init=False)
+    estimator: Estimator = field(init=False)
     """The estimator of the config, bound to its teacher if it has one."""
     score: Scores = field(init=False)
     """Which rewards the estimator learns from, in each environment."""
     step: int = 0
     """Steps that are done."""
     played: float = 0.0
-    """Training episodes that were played; a branch counts as the share of its turns."""
-    results: list[StepResult] = field(default_factory=list)
-    """What the curriculum sees: the results of every step."""
+    """Training episodes that were played."""
     best: dict[str, float] = field(default_factory=dict)
     """The step of the best saved evaluation after training began, and its success."""
     _warned: bool = False
 
     def __post_init__(self) -> None:
         """Chooses the score, lets the estimator load its teacher and builds the rollout buffer."""
-        self.estimator = self.config.advantage
-        if bind := getattr(self.estimator, "bind", None):
-            self.estimator = bind(self.learner, self.collector)
+        self.estimator = self.config.advantage.bind(self.learner, self.collector)
         setting = self.config.credit.score
         scores = self.declared if setting == "auto" else dict.fromkeys(self.weights, setting)
-        self.score = Scores({name: ScoreChoice(name, scores.get(name)) for name in self.weights})
-        self.buffer = RolloutBuffer(
-            self.config, self.collector, self._tasks, self._is_flat, self.split.held_out
+        self.score = Scores(
+            {name: ScoreChoice(name, scores.get(name)) for name in self.weights},
+            fixed=None if self.estimator.uses_score else self.estimator.compares,
+            needed=self.estimator.needs_rewards,
         )
+        config, playing = self.config, self.config.branching.wrap(self.collector)
+        self.tasks = TaskSampler(
+            config.curriculum, self.weights, config.seed, config.tasks_per_step
+        )
+        self.buffer = RolloutBuffer(config, playing, self.tasks, self.score, self.split.held_out)
 
     async def train(self) -> History:
         """Runs the steps that are left, until it is interrupted; returns the metrics of each.
@@ -154,10 +158,12 @@ class Loop:
         """
         config, step = self.config, self.step + 1
         with part("rollout"):
-            batch = await self.buffer.take()
-        groups, stats = batch.groups, RolloutStats(batch.groups, batch.seconds, batch.unused)
-        metrics = stats.metrics() | batch.metrics | self._results(batch)
-        metrics |= config.compaction.metrics(groups)
+            stats = await self.buffer.take()
+        groups, played = stats.groups, [*stats.groups, *stats.unused]
+        metrics = stats.metrics() | {"rollout/episodes_before": self.played}
+        metrics |= self.tasks.record(played)
+        self.played += config.branching.episodes(played)
+        metrics |= config.compaction.metrics(groups) | config.branching.metrics(groups)
         credit = self._credit(groups, [*before, *groups])
         samples, places = self._samples(groups, credit.advantages)
         recorded = self.reporter.groups_to_keep(len(groups))
@@ -186,29 +192,6 @@ class Loop:
             await self._forget_evaluation()
         with part("saving"):
             await self._save()
-
-    def _results(self, batch: Batch) -> dict[str, float]:
-        """Records the results of a batch for the curriculum; returns the metrics.
-
-        There is one result for each of the options with which its groups were played.
-        """
-        by_options: dict[str, list[Group]] = {}
-        groups_played = [*batch.groups, *batch.unused]
-        for group in groups_played:
-            key = json.dumps(group.task.options, sort_keys=True)
-            by_options.setdefault(key, []).append(group)
-        metrics = {"rollout/episodes_before": self.played}
-        record = getattr(self.config.curriculum, "record", None)
-        for groups in by_options.values():
-            episodes = [e for group in groups for e in group.episodes if not e.failed]
-            if episodes:
-                played = EpisodeStats.of(episodes)
-                options = dict(groups[0].task.options)
-                tasks = record(groups) if record else ()
-                self.results.append(StepResult(options, played.success, played.mean_return, tasks))
-                metrics |= self.results[-1].metrics()
-        self.played += sum(_share_played(e) for group in groups_played for e in group.episodes)
-        return metrics
 
     async def _forget_evaluation(self) -> None:
         """Empties the cache of an engine on the learner's weights.
@@ -244,7 +227,7 @@ class Loop:
             "played": self.played,
             "best": self.best,
             "history": list(self.history),
-            "results": [asdict(result) for result in self.results],
+            "tasks": self.tasks.state(),
             "score": self.score.state(),
             "buffer": self.buffer.state(),
             "generators": generator_states(),
@@ -274,7 +257,7 @@ class Loop:
         check_types(state["best"], {"step": 0, "success": 0.0})
         self.best = dict(state["best"])
         self.history = [(int(step), dict(metrics)) for step, metrics in state["history"]]
-        self.results = [StepResult(**result) for result in state["results"]]
+        self.tasks.restore(state["tasks"])
         self.buffer.restore(state["buffer"], self.step)
         self.score.restore(state["score"])
         self.learner.restore(checkpoint.tensors(), state["learner"])
@@ -288,7 +271,7 @@ class Loop:
             seen: The groups whose episodes are new.
         """
         settings, scores = self.config.credit, {}
-        if getattr(self.estimator, "uses_score", True):
+        if self.estimator.uses_score:
             if reason := self.score.see(seen):
                 self.reporter.scored(self.score.only, reason)
             scores = self.score.by_environment
@@ -315,25 +298,6 @@ class Loop:
         probed = await check_sync(self.collector, self.learner, self.buffer.run)
         metrics = {"time/sync": seconds, **probed}
         return metrics | self.collector.metrics() | self.collector.engine.metrics()
-
-    def _tasks(self, step: int) -> list[Task]:
-        """Returns the tasks of a step, with the options that the curriculum chooses now."""
-        tasks = draw_tasks(
-            self.weights,
-            seed=self.config.seed,
-            step=step,
-            count=self.config.tasks_per_step,
-            options=next_options(self.config.curriculum, self.results),
-        )
-        draw = getattr(self.config.curriculum, "draw", None)
-        return draw(tasks, self.results) if draw else tasks
-
-    def _is_flat(self, group: Group) -> bool:
-        """Returns whether every advantage of a group is 0."""
-        choices = self.score.choices.items()
-        scores = {name: choice.score for name, choice in choices if choice.score is not None}
-        credit = estimate([group], self.estimator, self.config.credit, scores)
-        return credit.zero_variance_groups == 1.0
 
     def _samples(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[FloatArray]]
@@ -367,8 +331,3 @@ async def evaluate(collector: Collector, tasks: Sequence[Task]) -> Evaluation:
     started = time.perf_counter()
     sampled, greedy = await collector.collect_evaluation(tasks, seed=0)
     return Evaluation(sampled, greedy, time.perf_counter() - started)
-
-
-def _share_played(episode: Episode) -> float:
-    """Returns the share of an episode's turns that no other episode has played."""
-    return 1.0 - getattr(episode, "shared", 0) / max(1, len(episode.turns))

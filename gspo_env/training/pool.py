@@ -15,12 +15,12 @@ from annotated_types import Ge, Interval
 from gspo_env.errors import ConfigError
 from gspo_env.seeding import derive_seed
 from gspo_env.settings import settings
-from gspo_env.training.curriculum import StepResult
+from gspo_env.training.curriculum import Curriculum, StepResult
 from gspo_env.types import Group, Task
 
 
 @settings
-class Pool:
+class Pool(Curriculum):
     """A share of each step's tasks are tasks of earlier steps, drawn where groups should differ.
 
     Each task key has the posterior Beta(1 + successes, 1 + failures) of its pass rate p. Its counts
@@ -35,56 +35,43 @@ class Pool:
     decay: Annotated[float, Interval(gt=0, le=1)] = 0.9
     """What the counts of a task are multiplied by after each step."""
 
-    def options(self, results: Sequence[StepResult]) -> Mapping[str, Any]:
-        """Returns no options."""
-        return {}
-
-    def record(self, groups: Sequence[Group]) -> list[tuple[int, str, int, int]]:
-        """Returns the seed, the task key, the successes and the episodes of each group.
+    def record(self, state: Mapping[str, Any], groups: Sequence[Group]) -> Mapping[str, Any]:
+        """Returns the largest group, and the seed, the successes and the failures by task key.
 
         A task without a key has its seed for one. Episodes that failed don't count.
         """
-        rows = []
+        size, decay = state.get("group_size", 2), self.decay
+        tasks = state.get("tasks", {}).items()
+        counts = {key: [seed, s * decay, f * decay] for key, (seed, s, f) in tasks}
         for group in groups:
             if played := [e for e in group.episodes if not e.failed]:
-                seed, key = played[0].task.seed, played[0].reset.task_key
+                seed = played[0].task.seed
+                key = played[0].reset.task_key or str(seed)
                 successes = sum(bool(e.success) for e in played)
-                rows.append((seed, key or str(seed), successes, len(played)))
-        return rows
+                _, s, f = counts.get(key, (seed, 0.0, 0.0))
+                counts[key] = [seed, s + successes, f + len(played) - successes]
+                size = max(size, len(played))
+        return {"group_size": size, "tasks": counts}
 
-    def draw(self, tasks: Sequence[Task], results: Sequence[StepResult]) -> list[Task]:
-        """Replaces some tasks of a step by tasks of the pool.
-
-        A function of the tasks and the results alone, so that a resumed run draws the same.
-
-        Args:
-            tasks: The new tasks of the step.
-            results: All steps before, the last one last.
-        """
-        seeds: dict[str, int] = {}
-        counts: dict[str, tuple[float, float]] = {}
-        group_size = 2
-        for result in results:
-            counts = {key: (s * self.decay, f * self.decay) for key, (s, f) in counts.items()}
-            for seed, key, successes, size in result.tasks:
-                s, f = counts.get(key, (0.0, 0.0))
-                seeds[key], counts[key] = seed, (s + successes, f + size - successes)
-                group_size = max(group_size, size)
+    def draw(self, tasks: Sequence[Task], state: Mapping[str, Any]) -> list[Task]:
+        """Replaces some tasks of a step by tasks of the pool; see `Curriculum.draw`."""
+        known = dict(state.get("tasks", {}))
         drawn = []
         for task in tasks:
             rng = np.random.default_rng(derive_seed("pool", task.seed))
-            if counts and rng.random() < self.share:
-                rates = rng.beta(*(1 + np.array(list(counts.values()))).T)
-                differs = 1 - rates**group_size - (1 - rates) ** group_size
-                key = list(counts)[int(differs.argmax())]
-                task = replace(task, seed=seeds[key])
-                del counts[key]
+            if known and rng.random() < self.share:
+                counts_K2 = np.array([counts for _, *counts in known.values()])
+                rates = rng.beta(*(1 + counts_K2).T)
+                size = state["group_size"]
+                differs = 1 - rates**size - (1 - rates) ** size
+                key = list(known)[int(differs.argmax())]
+                task = replace(task, seed=known.pop(key)[0])
             drawn.append(task)
         return drawn
 
 
 @settings
-class Ladder:
+class Ladder(Curriculum):
     """One option takes the next value once the mean success with the present one is high enough."""
 
     option: str = "hops"

@@ -16,10 +16,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gspo_env.config import Config
+from gspo_env.credit.scores import Scores
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector, RolloutRequest
+from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.runtime.futures import run_in_daemon
 from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.training.curriculum import TaskSampler
 from gspo_env.types import Episode, Group, Task
 
 logger = logging.getLogger(__name__)
@@ -131,18 +134,6 @@ class TaskAttempt:
     playing: asyncio.Task[None] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """The groups of an update."""
-
-    groups: list[Group]
-    unused: list[Group]
-    """Groups since the last batch that were sampled again or too old, and are not trained on."""
-    seconds: float
-    """Time in which they were played: since the learner asked, or since the last batch."""
-    metrics: dict[str, float]
-
-
 class RolloutBuffer:
     """Plays the groups of a run as asyncio tasks and gives them to the learner, a batch at a time.
 
@@ -152,8 +143,8 @@ class RolloutBuffer:
     Args:
         config: The settings.
         collector: Plays the groups.
-        draw: Returns the tasks of a step, counted from 1.
-        is_flat: Whether nothing is learned from a group, since its advantages are all 0.
+        tasks: Draws the tasks of each step.
+        scores: The rewards that decide whether a group is worth training on.
         held_out: Keys of tasks that are not played, by environment.
     """
 
@@ -161,12 +152,12 @@ class RolloutBuffer:
         self,
         config: Config,
         collector: Collector,
-        draw: Callable[[int], Sequence[Task]],
-        is_flat: Callable[[Group], bool],
+        tasks: TaskSampler,
+        scores: Scores,
         held_out: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self._config, self._settings, self._collector = config, config.supply, collector
-        self._draw, self._is_flat, self._held_out = draw, is_flat, held_out or {}
+        self.sampler, self._scores, self._held_out = tasks, scores, held_out or {}
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         self.gate = StalenessGate(config.tasks_per_step, config.supply.max_staleness)
         self._attempts: dict[int, TaskAttempt] = {}
@@ -193,7 +184,7 @@ class RolloutBuffer:
         """Whether groups are played while the learner updates."""
         return self._settings.max_staleness > 0
 
-    async def take(self) -> Batch:
+    async def take(self) -> RolloutStats:
         """Waits for the groups of the next update and returns them, in the order of their tasks.
 
         Raises:
@@ -216,12 +207,8 @@ class RolloutBuffer:
         unused = [*self._resampled, *self._stale]
         self._resampled, self._stale = [], []
         self._collector.check([*groups, *unused])
-        return Batch(
-            groups=groups,
-            unused=unused,
-            seconds=max(now - (since if self.ahead else requested), 1e-9),
-            metrics=metrics,
-        )
+        seconds = max(now - (since if self.ahead else requested), 1e-9)
+        return RolloutStats(groups, seconds, unused, metrics)
 
     async def run(self, update: Callable[[], T]) -> T:
         """Runs an update, in a thread of its own if groups are played meanwhile."""
@@ -284,7 +271,7 @@ class RolloutBuffer:
     def _next_task(self) -> Task:
         step, place = divmod(self._next, self.gate.batch)
         if place == 0:  # where a run is resumed, too: a step is admitted as a whole
-            self._tasks = list(self._draw(step + 1))
+            self._tasks = list(self.sampler.draw(step + 1))
         return self._tasks[place]
 
     async def _play(self, attempt: TaskAttempt) -> None:
@@ -316,7 +303,7 @@ class RolloutBuffer:
         if not successes:
             return False  # `Collector.check` counts what failed
         low, high = self._settings.min_success, self._settings.max_success
-        return not low <= float(np.mean(successes)) <= high or self._is_flat(group)
+        return not low <= float(np.mean(successes)) <= high or not self._scores.teaches(group)
 
     def _resample(self, attempt: TaskAttempt, group: Group) -> None:
         """Frees the place of a group for another task of the same environment."""

@@ -24,11 +24,11 @@ import numpy as np
 
 from gspo_env.compare.stats import holm, paired_interval, paired_permutation_test
 from gspo_env.credit import GiGPO, GroupGAE, Outcome, ReturnsToGo
-from gspo_env.credit.branches import BranchBaseline, BranchedEpisode
 from gspo_env.credit.estimators import Estimator
 from gspo_env.types import Episode, Group
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a study runs from any folder
+from studies.credit.branches import BranchBaseline, BranchedEpisode
 from studies.credit.enumeration import Enumeration, direction, episode_kinds, policy_at
 from studies.credit.exact import TASK, Problem, all_right, key_and_door, may_stop
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from gspo_env.credit import Outcome, ReturnsToGo
-from gspo_env.credit.branches import BranchBaseline
-from gspo_env.credit.estimators import Estimator
+from gspo_env.credit.estimators import Estimator, GroupEstimator
 from gspo_env.credit.scores import turn_rewards
 from gspo_env.credit.statistics import z_by_turn
 from gspo_env.settings import settings
 from gspo_env.types import Episode, FloatArray, Score
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a study runs from any folder
+from studies.credit.branches import BranchBaseline
 from studies.credit.branching import BranchedEnumeration
 from studies.credit.enumeration import Enumeration, direction, episode_kinds, policy_at
 from studies.credit.exact import Problem, action_name
@@ -65,14 +65,14 @@ class ReverseTurns(Enumeration):
 
 
 @settings
-class VerifierCredit(Estimator):
+class VerifierCredit(GroupEstimator):
     """TCPO: gains over the best score so far, and what followed turns that gained nothing.
 
     With the score c_k after turn k, here the sum of the rewards, and the best score b_k before it,
     a turn gets max(0, c_k - b_k). Once b_k has reached `success`, it gets 1 if it keeps the score
     and -(b_k - c_k) if it loses some. Before, a turn without a gain gets the best score from it on,
     less the mean of those of the other episodes without a gain at this turn. The credit is compared
-    within a turn. Turns with surprising tokens are branched at, too, which is `UncertainTurns`.
+    within a turn. Turns with surprising tokens are branched at, too.
 
     Source:
         arXiv 2608.01667; the equations of a summary and of a public implementation.
@@ -81,7 +81,7 @@ class VerifierCredit(Estimator):
     success: float = 1.0
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
-        """See `Estimator.compare`."""
+        """See `GroupEstimator.compare`."""
         scores = [np.cumsum(turn_rewards(e, score)) for e in episodes]
         best = [np.maximum.accumulate(np.append(0.0, c))[:-1] for c in scores]
         later = [np.maximum.accumulate(c[::-1])[::-1] for c in scores]
@@ -101,7 +101,7 @@ class VerifierCredit(Estimator):
 
 
 @settings
-class JudgedTurns(Estimator):
+class JudgedTurns(GroupEstimator):
     """DRACO's credit: the outcome's advantage, moved to the turns that a judge says earned it.
 
     The judge is perfect: it knows which actions are the best in their state. With Q_k = 1 for such
@@ -117,7 +117,7 @@ class JudgedTurns(Estimator):
     """The states and the actions."""
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
-        """See `Estimator.compare`."""
+        """See `GroupEstimator.compare`."""
         whole = Outcome(baseline="leave_one_out").compare(episodes, score)
         rows = []
         for episode, row in zip(episodes, whole, strict=True):
@@ -145,7 +145,7 @@ def arms(problem: Problem) -> dict[str, Enumeration]:
     return {
         "`outcome`": Enumeration(problem, Outcome(), SIZE),
         "`returns_to_go`": Enumeration(problem, ReturnsToGo(), SIZE),
-        "`branch_baseline`": BranchedEnumeration(problem, BranchBaseline(), SIZE, [1]),
+        "`BranchBaseline`": BranchedEnumeration(problem, BranchBaseline(), SIZE, [1]),
         "RTPO": ReverseTurns(problem, ReturnsToGo(), 1),
         "TCPO": Enumeration(problem, VerifierCredit(), SIZE),
         "DRACO": Enumeration(problem, JudgedTurns(best=best_actions(problem)), SIZE),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
-from gspo_env.config import Config, override
+from gspo_env.config import Config
 from gspo_env.env.info import read_prompt
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, RolloutError
@@ -227,12 +227,3 @@ def test_a_model_in_hand_is_trained_where_it_is(player):
     agent.train()
     assert agent.model is model
     assert any(not torch.equal(before[k], v) for k, v in model.state_dict().items())
-
-
-def test_a_branch_counts_as_the_share_of_its_turns_that_were_played():
-    every = {"name": "every", "every": 2, "continuations": 2}  # of 4 turns
-    branched = {"advantage": "branch_baseline", "branching": every, "rollout": {"group_size": 2}}
-    config = override(runs.tiny(env="gspo/KeyDoor-v0", recipe={"imitation_steps": 150}), branched)
-    history = GSPOAgent(config=config).train()
-    before = [m["rollout/episodes_before"] for _, m in history if "rollout/episodes_before" in m]
-    assert before == [0, config.tasks_per_step * (2 + 2 * 2 * 0.5)]

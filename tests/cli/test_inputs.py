@@ -50,7 +50,6 @@ ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
             "none of 2 episodes meets; expected a condition on reward, success, turns",
         ),
         ("train --advantage distillation", "teacher is 'self' and hint is ''; expected a"),
-        ("compare --arm branching=every,none", "which would weigh a branch as a whole"),
         *(
             (["train", "--env", "gspo/Dialogue-v0", "--env-kwargs", argument], words)
             for argument, words in (

@@ -151,14 +151,15 @@ def test_a_users_estimator_takes_part_and_a_failing_one_is_counted(tmp_path, mon
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass\n"
         "import numpy as np\n"
+        "from gspo_env.credit import Estimator\n"
         "@dataclass(frozen=True)\n"
-        "class Half:\n"
+        "class Half(Estimator):\n"
         "    def advantages(self, group):\n"
         "        r = np.array([e.rewards.sum() for e in group.episodes])\n"
         "        v = (r - r.mean()) / 2\n"
         "        return [np.full(len(e.turns), x) for e, x in zip(group.episodes, v)]\n"
         "@dataclass(frozen=True)\n"
-        "class Broken:\n"
+        "class Broken(Estimator):\n"
         "    def advantages(self, group):\n"
         "        return []\n"
     )

@@ -1,6 +1,6 @@
 """The estimators against advantages computed by hand."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.credits import check, episode, group
 
-from gspo_env.credit import Outcome, ReturnsToGo, estimate
+from gspo_env.credit import CreditConfig, Estimator, Outcome, ReturnsToGo, estimate
 from gspo_env.errors import ConfigError
-from gspo_env.types import StopReason
+from gspo_env.types import StepInfo, StopReason
 
 UNEQUAL = group(
     episode(1, 2), episode(3), episode(0, 0, 0, stop=StopReason.MAX_TURNS), episode(6, 0)
@@ -87,8 +87,8 @@ def test_estimate_scales_over_the_batch_and_counts():
 
 
 @dataclass(frozen=True)
-class Own:
-    """An estimator that is no subclass of ours."""
+class Own(Estimator):
+    """Returns what it is given."""
 
     result: Any
 
@@ -112,11 +112,34 @@ def test_wrong_result_names_the_estimator(result, message):
 
 
 def test_an_estimator_of_the_user_may_scale_by_the_batch():
-    class Rewards:
-        scale = "batch"
-
+    class Rewards(Estimator):
         def advantages(self, group):
             return [episode.rewards for episode in group.episodes]
 
+        def batch_divisor(self, advantages):
+            return advantages.std()
+
     (rows,) = estimate([group(episode(1.0), episode(3.0))], Rewards()).advantages
     check(rows, [1.0], [3.0])
+
+
+class Rewards(Estimator):
+    def advantages(self, group):
+        return [episode.rewards for episode in group.episodes]
+
+
+def test_statistics_of_the_batch_are_of_what_is_trained():
+    """A cut episode, a masked turn and a turn with the environment's own advantages are not."""
+    whole, cut = episode(3.0, 1.0), episode(100.0, stop=StopReason.MAX_TURNS)
+    infos = StepInfo(token_mask=(False, False)), StepInfo(token_advantages=(0.5, 0.5))
+    turns = tuple(replace(whole.turns[0], info=info, reward=100.0) for info in infos)
+    own = replace(whole, turns=(*turns, *whole.turns))
+    here = [group(whole, own, cut)]
+    config = CreditConfig(rms=1.0, train_on_truncated=False)
+    (rows,) = estimate(here, Rewards(), config).advantages
+    unit = np.sqrt(5)
+    check(rows, [3 / unit, 1 / unit], [*[100 / unit] * 2, 3 / unit, 1 / unit], [100 / unit])
+    assert estimate(here, Rewards()).rms > 10
+    apart = [group(episode(3.0), episode(1.0), cut)]
+    (rows,) = estimate(apart, Outcome(scale="batch"), replace(config, rms=0.0)).advantages
+    assert rows[0][0] - rows[1][0] == pytest.approx(2.0)

@@ -1,7 +1,5 @@
 """The estimators other than `outcome` and `returns_to_go`, against numbers computed by hand."""
 
-from dataclasses import fields
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,39 +16,8 @@ from gspo_env.credit import (
     TurnPlusOutcome,
     estimate,
 )
-from gspo_env.credit.branches import BranchBaseline, BranchedEpisode
 from gspo_env.registry import find
-from gspo_env.types import Episode, Group, StopReason, Task, bare_episode
-
-
-def branch(bare, number, origin=None, shared=0):
-    values = {f.name: getattr(bare, f.name) for f in fields(Episode)}
-    return BranchedEpisode(**values, number=number, origin=origin, shared=shared)
-
-
-def test_branch_baseline_compares_siblings_and_counts_each_as_its_part_of_an_episode():
-    trunks = branch(episode(0, 1), 0), branch(episode(0, 0), 1)
-    branched = group(*trunks, branch(episode(0, 0), 2, 0, 1))
-    # first turns are worth 1/2 and 0; the second turn of the second episode has no siblings
-    rows = BranchBaseline(aggregation="token_sum").advantages(branched)
-    check(rows, [0.5, 0.5], [-0.5, -0.5], [0, -0.5])
-    # the loss divides by 4, 4 and 2 trained tokens; each token is one of 4 of a whole episode
-    check(BranchBaseline().advantages(branched), [0.5, 0.5], [-0.5, -0.5], [0, -0.25])
-    discounted = BranchBaseline(gamma=0, aggregation="token_sum").advantages(branched)
-    check(discounted, [0, 0.5], [0, -0.5], [0, -0.5])
-    failed = branch(episode(0, 9, stop=StopReason.ERROR), 3, 0, 1)
-    rows = BranchBaseline().advantages(group(*branched.episodes, failed))
-    check(rows, [0.5, 0.5], [-0.5, -0.5], [0, -0.25], [0, 0])
-
-
-@pytest.mark.parametrize("gamma", [1.0, 0.5])
-def test_branch_baseline_is_returns_to_go_without_branches(gamma):
-    rng = np.random.default_rng(0)
-    plain = group(*(episode(*rng.normal(size=3)) for _ in range(5)))
-    ours, theirs = (
-        estimator(gamma=gamma).advantages(plain) for estimator in (BranchBaseline, ReturnsToGo)
-    )
-    check(ours, *map(list, theirs))
+from gspo_env.types import Group, StopReason, Task, bare_episode
 
 
 def test_turn_plus_outcome_adds_the_outcome_to_each_turns_own_reward():
@@ -158,8 +125,9 @@ def test_an_estimator_may_give_one_advantage_for_each_token(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass\n"
         "import numpy as np\n"
+        "from gspo_env.credit import Estimator\n"
         "@dataclass(frozen=True)\n"
-        "class ByToken:\n"
+        "class ByToken(Estimator):\n"
         "    def advantages(self, group):\n"
         "        return [np.arange(e.model_tokens) / 10 for e in group.episodes]\n"
     )
@@ -237,7 +205,6 @@ CASES = {
     "outcome": (Outcome(), 1.0, centred),
     "leave one out": (Outcome(baseline="leave_one_out"), 1.0, others),
     "returns_to_go": (ReturnsToGo(), 1.0, others),
-    "branch_baseline": (BranchBaseline(), 1.0, others),
     "td": (GroupGAE(lam=0.0), 0.0, others),
     "group_gae": (GroupGAE(lam=0.7), 0.7, others),
     "whole returns": (GroupGAE(lam=1.0), 1.0, others),

@@ -189,7 +189,6 @@ def test_a_model_plays_the_user_with_the_goal_as_its_instructions(monkeypatch):
     with serve(lambda question: next(contents)) as server:
         env: Any = make_env("gspo/Dialogue-v0", user=server.url, user_model="m", headers=headers)
         assert env.unwrapped.blocking
-        assert not env.unwrapped.replays
         assert env.reset(seed=0)[0] == "Hi, my order!"
         assert env.step("Which number?")[:3] == ("It is 7.", 0.0, False)
         observation, _, terminated, *_ = env.step(DONE)

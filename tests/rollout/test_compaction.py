@@ -174,24 +174,20 @@ def test_a_conversation_within_the_context_is_not_compacted_and_room_for_a_summa
     [
         (lambda chat: scripted(chat, "", workers="ray:2"), "expected rollout.workers 'asyncio'"),
         (lambda chat: scripted(chat, "", max_context=50), r"max_context is 50; expected more than"),
-        (lambda chat: check(chat, branching="every", advantage="branch_baseline"), "one of them"),
         (lambda chat: check(chat, rollout={"max_context": 900}), "max_context is 900; expected"),
         (lambda chat: play(scripted(chat, "", Programmed)), "sends its own conversations"),
-        (lambda chat: check(chat, branching="every"), "'every' and advantage 'returns_to_go'"),
         (lambda chat: Summary(instruction=" "), "compaction.instruction is empty"),
     ],
 )
-def test_what_compaction_and_branching_cannot_do_is_refused_in_one_sentence(chat, refuse, message):
+def test_what_compaction_cannot_do_is_refused_in_one_sentence(chat, refuse, message):
     with pytest.raises(ConfigError, match=message):
         refuse(chat)
     check(chat)
-    check(chat, compaction="none", branching="every", advantage="branch_baseline")
 
 
 def check(chat, **changes):
     """Checks a config as a run does before it begins."""
     config = override(Config(), {"compaction": "summary", **changes})
-    config.branching.check(config)
     config.compaction.check(config, chat)
 
 

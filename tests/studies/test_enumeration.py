@@ -11,9 +11,9 @@ from gspo_env.credit import (
     ReturnsToGo,
     TurnPlusOutcome,
 )
-from gspo_env.credit.branches import BranchBaseline
 from gspo_env.errors import ConfigError
 from gspo_env.registry import BUILTIN, find
+from studies.credit.branches import BranchBaseline
 from studies.credit.branching import DATA, BranchedEnumeration, table
 from studies.credit.enumeration import Enumeration, direction, policy_at
 from studies.credit.evidence import EvidenceCalibrated

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from gspo_env.credit import Outcome, ReturnsToGo
+from gspo_env.credit import Estimator, Outcome, ReturnsToGo
 from gspo_env.learner import GSPO
 from studies.credit.enumeration import Enumeration, direction
 from studies.credit.exact import all_right
@@ -33,7 +33,7 @@ def test_the_groups_of_actions_agree_with_the_groups_of_kinds(problem):
 
 
 @dataclass(frozen=True)
-class Alike:
+class Alike(Estimator):
     """Credit that says nothing: every turn has the advantage 1."""
 
     def advantages(self, group):

@@ -7,7 +7,7 @@ from support import runs
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.errors import ConfigError
-from gspo_env.training import Ladder, StepResult
+from gspo_env.training import Curriculum, Ladder, StepResult
 from gspo_env.training.curriculum import next_options
 
 
@@ -35,7 +35,7 @@ def test_an_invalid_ladder_is_named(wrong):
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Curriculum):
     value: object
 
     def options(self, results):

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from support.virtual_clock import run
 
 from gspo_env.config import Config
+from gspo_env.credit import Scores
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
+from gspo_env.training import TaskSampler
 from gspo_env.training.rollout_buffer import RolloutBuffer
 from gspo_env.types import Group, Task, bare_episode
 
@@ -64,13 +66,15 @@ def buffer_of(player, staleness=0, batch=2, steps=4, **settings):
         supply=SupplyConfig(max_staleness=staleness, **settings),
     )
 
-    def draw(step):
-        return [Task(env_id="x", seed=100 * step + place) for place in range(batch)]
+    tasks = Numbered(config.curriculum, {"x": 1.0}, config.seed, batch)
+    tasks.steps = []
+    return RolloutBuffer(config, player, tasks, Scores({}))
 
-    def flat(group):
-        return len({e.outcome for e in group.episodes}) == 1
 
-    return RolloutBuffer(config, player, draw, flat)
+class Numbered(TaskSampler):
+    def draw(self, step):
+        self.steps.append(step)
+        return [Task(env_id="x", seed=100 * step + n) for n in range(self.tasks_per_step)]
 
 
 async def train(buffer, player, update=1.0, first=1, steps=4):
@@ -110,9 +114,9 @@ def test_in_turn_groups_are_played_only_while_the_learner_waits_for_them():
             buffer.advance(step)
             player.version = step
             assert player.playing == 0
-            assert batch.metrics["rollout/staleness_max"] == 0.0
-        assert batch.metrics["time/learner_idle"] == pytest.approx(5 / 7)
-        assert batch.metrics["time/rollout_idle"] == pytest.approx(1 - 8 / (4 * 7))
+            assert batch.supply["rollout/staleness_max"] == 0.0
+        assert batch.supply["time/learner_idle"] == pytest.approx(5 / 7)
+        assert batch.supply["time/rollout_idle"] == pytest.approx(1 - 8 / (4 * 7))
 
     run(work())
 
@@ -136,8 +140,8 @@ def test_ahead_a_slow_group_holds_nobody_up_until_it_would_be_too_old():
     times, batches = run(work())
     assert times == [1.0, 1.0, 30.0, 30.0]
     assert sorted(seeds(batches)) == every()
-    assert [b.metrics["rollout/staleness_max"] for b in batches] == [0.0, 1.0, 2.0, 2.0]
-    assert sum(b.metrics["rollout/dropped_groups"] for b in batches) == 0
+    assert [b.supply["rollout/staleness_max"] for b in batches] == [0.0, 1.0, 2.0, 2.0]
+    assert sum(b.supply["rollout/dropped_groups"] for b in batches) == 0
 
 
 @given(
@@ -153,22 +157,21 @@ def test_every_task_is_trained_on_once_and_never_too_old(
 ):
     player = Scripted(seconds, flat)
     buffer = buffer_of(player, staleness, batch, max_resamples=2, concurrency=concurrency)
-    drawn, draw = [], buffer._draw
-    buffer._draw = lambda step: drawn.append(step) or draw(step)
     batches = run(train(buffer, player, update))
     groups = [group for b in batches for group in b.groups]
     discarded = [group for b in batches for group in b.unused]
     assert len(groups) == 4 * batch
     assert all(len(b.groups) == batch for b in batches)
-    assert max(b.metrics["rollout/staleness_max"] for b in batches) <= staleness
+    assert max(b.supply["rollout/staleness_max"] for b in batches) <= staleness
     assert player.most <= batch * (staleness + 1)
     first = {job.task.seed for job in player.jobs if job.task.seed < 1000}
     assert first == set(every(batch=batch))
     assert len(player.jobs) == len(groups) + len(discarded)
     assert buffer.gate.dropped == len(discarded)
     assert buffer.gate.admitted - buffer.gate.dropped == len(groups)
-    resampled = sum(b.metrics["rollout/resampled_groups"] for b in batches)
+    resampled = sum(b.supply["rollout/resampled_groups"] for b in batches)
     assert resampled == len(discarded)
+    drawn = buffer.sampler.steps
     assert {drawn.count(step) for step in set(drawn)} == {1}
 
 
@@ -181,17 +184,17 @@ def test_a_group_without_variance_gives_its_place_to_another_task_at_most_so_oft
     assert len({job.seed for job in player.jobs}) == 3
     assert {job.place for job in player.jobs} == {0}
     assert [group.task for group in batch.groups] == [player.jobs[-1].task]  # the limit
-    assert batch.metrics["rollout/resampled_groups"] == 2.0
-    assert batch.metrics["rollout/resampled_tokens"] == 4.0
-    assert batch.metrics["rollout/resampled_share"] == pytest.approx(2 / 3)
-    assert batch.metrics["rollout/success_played"] == 0.0
+    assert batch.supply["rollout/resampled_groups"] == 2.0
+    assert batch.supply["rollout/resampled_tokens"] == 4.0
+    assert batch.supply["rollout/resampled_share"] == pytest.approx(2 / 3)
+    assert batch.supply["rollout/success_played"] == 0.0
 
 
 def test_a_group_outside_of_the_difficulty_band_is_sampled_again():
     player = Scripted([1.0])
     buffer = buffer_of(player, batch=1, steps=1, max_resamples=1, min_success=0.6, max_success=0.9)
     (batch,) = run(train(buffer, player, steps=1))  # one of two episodes succeeds
-    assert batch.metrics["rollout/resampled_groups"] == 1.0
+    assert batch.supply["rollout/resampled_groups"] == 1.0
 
 
 def test_groups_of_weights_that_are_too_old_are_dropped_and_played_again():
@@ -199,10 +202,10 @@ def test_groups_of_weights_that_are_too_old_are_dropped_and_played_again():
     buffer = buffer_of(player, staleness=1, batch=1, steps=5)
     batches = run(train(buffer, player, steps=5))
     assert seeds(batches) == every(5, batch=1)
-    assert sum(b.metrics["rollout/dropped_groups"] for b in batches) == 2
+    assert sum(b.supply["rollout/dropped_groups"] for b in batches) == 2
     assert buffer.gate.dropped == 2
     assert sum(len(b.unused) for b in batches) == 2
-    assert max(b.metrics["rollout/staleness_max"] for b in batches) == 1
+    assert max(b.supply["rollout/staleness_max"] for b in batches) == 1
 
 
 def test_an_engine_that_never_takes_new_weights_ends_the_run_with_a_sentence():
@@ -273,7 +276,7 @@ def test_a_resumed_run_replays_what_was_in_flight_and_skips_nothing(staleness, c
     second = run(train(again, later, first=cut + 1))
     assert sorted(lost) == sorted(job.task.seed for job in later.jobs[: len(lost)])
     assert len(first) + len(second) == 4
-    assert max((b.metrics["rollout/staleness_max"] for b in second), default=0) <= staleness
+    assert max((b.supply["rollout/staleness_max"] for b in second), default=0) <= staleness
     begun = {j.task.seed for j in player.jobs + later.jobs if j.task.seed < 1000}
     assert begun == set(every())
 

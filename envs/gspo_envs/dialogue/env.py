@@ -170,7 +170,7 @@ class DialogueEnv(AnswerEnv):
             self._client = ChatClient(
                 url=user, model=user_model, key_variable="", headers=secret, **options
             )
-        self.blocking, self.replays = self._client is not None, self._client is None
+        self.blocking = self._client is not None
         self._tasks: list[DialogueTask] = []
         if tasks is not None:
             if domain in _DOMAINS:

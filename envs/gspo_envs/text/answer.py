@@ -27,7 +27,6 @@ class TaskEnv(ToolEnv):
 
     blocking: bool | None = False
     gives_outcome = True
-    replays: bool | None = True  # its tools compute, here or in a sandbox of one call
     credit_score = "turns"  # the rewards of turns contain the reward of success
     outcome: float = 0.0
     solution: str | None = None

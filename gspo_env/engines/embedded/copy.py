@@ -55,10 +55,6 @@ class CopyEngine(Engine):
         """Samples one action; see `Engine.generate`."""
         return await self._engine.generate(prompt_ids, sampling, session)
 
-    def fork(self, session: str, source: str) -> None:
-        """Lets a new session begin with what another one has cached."""
-        self._engine.fork(session, source)
-
     def release(self, session: str) -> None:
         """Drops the cache of a session."""
         self._engine.release(session)

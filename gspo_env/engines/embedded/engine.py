@@ -99,10 +99,6 @@ class TransformersEngine(Engine):
         if self._pump is None or self._pump.done():
             self._pump = asyncio.get_running_loop().create_task(self._run())
 
-    def fork(self, session: str, source: str) -> None:
-        """Lets a new session begin with a copy of another one's keys and values."""
-        self._sequences.fork(session, source)
-
     def release(self, session: str) -> None:
         """Frees a session's slot. Its prompt can still be copied until the slot is reused."""
         self._sequences.release(session)

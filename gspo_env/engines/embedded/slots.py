@@ -187,11 +187,6 @@ class Sequences:
             del self._running[slot.index]
             self._free_if_idle(slot)
 
-    def fork(self, session: str, source: str) -> None:
-        """Lets a new session begin with the tokens of another one, if it still has a slot."""
-        if (slot := self._sessions.get(source)) is not None:
-            self._move(session, slot)
-
     def release(self, session: str) -> None:
         """Frees a session's slot. Its prompt can still be copied until the slot is reused."""
         slot = self._sessions.pop(session, None)
