@@ -16,12 +16,12 @@ X = "{% set x = 'a' * 99999 %}"
 BOMBS = {
     "repeat": "{{ 'a' * 10000000000 }}",
     "repeat a name": "{% set n = 9999999 %}{{ 'a' * n }}",
-    "repeat a list": "{{ ([0] * 9999999) | length }}",
+    "repeat a list": "{{ ([0] * 999999999) | length }}",
     "power": "{{ 10 ** (10 ** 10) }}",
     "width": "{{ '%099999999999d' % 1 }}",
     "width by name": "{{ '{:>9999999999}'.format('a') }}",
-    "width in a name": "{% set f = '%099999d' %}{{ f % 1 }}",
-    "width as an argument": "{{ '{:{}}'.format('a', 99999) }}",
+    "width in a name": "{% set f = '%0999999999d' %}{{ f % 1 }}",
+    "width as an argument": "{{ '{:{}}'.format('a', 999999999) }}",
     "center": "{{ 'a'.center(9999999999) }}",
     "center filter": "{{ 'a' | center(9999999) }}",
     "doubling": "{% set x = 'aaaaaaaaaaaaaaaa' %}\n" + DOUBLE * 40 + "{{ x }}",
@@ -49,15 +49,16 @@ BOMBS = {
     "tabs": "{{ '\t'.expandtabs(1000000 * 1000) }}",
     "bytes": "{{ (1).to_bytes(1000000 * 1000, 'big') | length }}",
     "translate": X + "{{ x.translate({97: x}) | length }}",
-    "encode": "{{ 'a'.encode('punycode') }}",
+    "encode": "{% set x = 'éa' * 999999 %}{% for i in range(99999) %}"
+    "{% set y = x.encode('punycode') %}{% endfor %}",
     "replace": X + "{{ x | replace('a', x) | length }}",
     "replace by name": X + "{{ x | replace(old='a', new=x) | length }}",
     "replace nothing": X + "{{ x.replace('', x) | length }}",
     "join": X + "{{ x | join(x) | length }}",
     "join of a method": X + "{{ x.join(x | list) | length }}",
     "join by map": X + "{{ [x | list] | map('join', x) | list | length }}",
-    "indent": X + "{{ x | replace('a', '\n') | indent(1000000, true) | length }}",
-    "indent by text": X + "{{ x | replace('a', '\n') | indent(x, true) | length }}",
+    "indent": X + "{{ x | replace('a', '\n') | indent(1000000, true, true) | length }}",
+    "indent by text": X + "{{ x | replace('a', '\n') | indent(x, true, true) | length }}",
     "wordwrap": X + "{{ x | wordwrap(1, true, x) | length }}",
     "tojson": X + "{{ x | list | tojson(indent=1000000) | length }}",
     "tojson by text": X + "{{ x | list | tojson(indent=x) | length }}",
@@ -65,7 +66,7 @@ BOMBS = {
     "batch": X + "{% set y = [x] | batch(1000000 * 100, x) | list %}",
     "slice": "{{ [1] | slice(1000000 * 100) | list | length }}",
     "xmlattr": X + "{{ {'a': [x] * 100000} | xmlattr | length }}",
-    "strip tags": "{{ ('<!---->' * 400000) | striptags }}",
+    "strip tags": "{{ ('<!---->' * 40000000) | striptags }}",
     "lipsum": "{{ lipsum(n=1000000) }}",
     "width put together": "{{ (('%' ~ '999999999d') % 1) | length }}",
     "width behind a name": "{{ '%(a)999999999d' % {'a': 1} }}",
@@ -81,7 +82,7 @@ BOMBS = {
     "output": X + "{% for i in range(99999) %}{{ x }}{% endfor %}",
     "output of a macro": X
     + "{% macro f() %}"
-    + "{{ x }}" * 999
+    + "{{ x }}" * 9999
     + "{% endmacro %}{{ f() | length }}",
     "own text": "{% for i in range(99999) %}" + "a" * 99999 + "{% endfor %}",
     "nested lists": "{% set x = [0] %}" + "{% set x = [x, x] %}" * 60 + "{{ x | string | length }}",
@@ -97,7 +98,12 @@ BOMBS = {
     "sorting": X + "{{ (x * 40) | sort | length }}" * 8,
     "grouping": X + "{{ (x * 40) | groupby('a') | length }}" * 8,
     "mapping": X + "{{ (x * 40) | map('lower') | list | length }}" * 8,
-    "selecting": X + "{{ x | list | select('in', x * 40) | list | length }}",
+    "selecting": X + "{{ x | list | select('in', 'b' * 4000000) | list | length }}",
+    "fields with a width": "{{ ('{0:9999}' * 300000).format(1) | length }}",
+    "tojson of nested lists": "{% set x = [0] %}"
+    + "{% set x = [x, x] %}" * 60
+    + "{{ x | tojson | length }}",
+    "reversing": X + "{% for i in range(99999) %}{% set y = (x * 40)[::-1] %}{% endfor %}",
     "a number that is none": "{% set n = 1e308 * 10 - 1e308 * 10 %}{% set y = 2 ** n %}"
     + "{{ 'a' * 10000000000 }}",
 }

@@ -47,7 +47,7 @@ def children(parent=0):
         with contextlib.suppress(OSError, IndexError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
             own = words[-2] == str(parent or os.getpid()).encode()
-            if own and b"sqlite.py" in words[-3]:
+            if own and b"sqlite_child.py" in words[-3]:
                 found.add(int(folder.name))
     return found
 
