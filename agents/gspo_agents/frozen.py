@@ -20,6 +20,8 @@ from gspo_env.trust import read_saved
 from gspo_env.types import Prompt
 
 _LOOP = "frozen agents"
+_TAKEN = ("rollout", "rewritten_history")
+"""The settings of the folder that are used."""
 _MAX_SLOTS = 256
 """Maximum number of sequences in the cache of a frozen agent."""
 
@@ -28,7 +30,7 @@ class FrozenAgent:
     """A trained model that only plays, with an engine of its own that all environments share.
 
     Args:
-        folder: Folder of a run or of a model, read as data: of its settings only numbers are used.
+        folder: Folder of a run or of a model, read as data: of its settings only `_TAKEN` are used.
 
     Raises:
         ConfigError: The saved settings are damaged.
@@ -37,13 +39,18 @@ class FrozenAgent:
 
     def __init__(self, folder: str | Path) -> None:
         saved = read_saved(folder)
-        tree = saved.tree.get("rollout", {}) if saved else {}
-        self.limits = from_dict({"rollout": tree}).rollout
+        tree = saved.tree if saved else {}
+        config = from_dict({name: tree[name] for name in _TAKEN if name in tree})
+        self.limits = config.rollout
         self.model, tokenizer = load_model(str(folder))
         if torch.cuda.is_available():
             self.model.to("cuda")
         use_threads(self.model)
-        self.chat = ChatTokenizer(tokenizer, end_ids=match_tokenizer(self.model, tokenizer))
+        self.chat = ChatTokenizer(
+            tokenizer,
+            history=config.rewritten_history,
+            end_ids=match_tokenizer(self.model, tokenizer),
+        )
         self._size = usable_ids(self.model)
         self._engine: Engine = Transformers().start(
             self.model,

@@ -228,7 +228,7 @@ class Transcript:
         if self.chat.history != "template":
             return True
         last = self._turns[-1]
-        if last.action is None or not self.chat.appends:
+        if last.action is None or last.action.stop_text is not None or not self.chat.appends:
             return False
         end = last.ids[-1]
         if end in self.chat.stop_ids and end != self.chat.end_of_turn:

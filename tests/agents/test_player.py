@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,15 @@ def test_many_threads_share_one_frozen_agent_and_its_draws_follow_from_the_seed(
         assert list(threads.map(talk, range(6))) == alone
     assert len({str(said) for said in alone}) > 1
     assert FrozenAgent.load("saved") is FrozenAgent.load(Path.cwd() / "saved")
+
+
+@pytest.mark.parametrize("history", ["keep", "template"])
+def test_a_frozen_agent_writes_history_as_its_folder_says(history):
+    settings = replace(config(), rewritten_history=history)
+    agent = GSPOAgent(env="duel.py:Duel", config=settings)
+    agent.save("other")
+    agent.close()
+    assert FrozenAgent("other").chat.history == history
 
 
 def test_a_frozen_agent_runs_no_environment_of_its_folder(saved, monkeypatch):

@@ -102,6 +102,22 @@ def test_vllm_and_the_trainer_agree_on_every_token_however_a_conversation_is_cut
     assert any(turn.info.stop for episode in episodes for turn in episode.turns)
 
 
+@pytest.mark.parametrize("history", ["template", "keep"])
+@pytest.mark.parametrize("system", [None, "obey"])
+def test_a_stop_text_is_in_a_later_prompt_only_if_earlier_turns_are_kept(history, system):
+    chat = forks.make_chat(history=history)
+    transcript = Transcript(chat, Prompt(system=system))
+    for n, (action, stop) in enumerate([("birch", ()), ("cedar## stone", ("##",)), ("river", ())]):
+        prompt = transcript.read(f"amber {n}", "user", StepInfo(stop=stop))
+        transcript.write(list(chat.encode(action)))
+    shown = "<|im_start|>assistant\ncedar## stone<|im_end|>" in chat.decode_all(prompt.ids)
+    assert shown == (history == "keep")
+    messages = [Message(role="system", content=system)] if system else []
+    messages += [user("amber 0"), assistant("birch"), user("amber 1"), assistant("cedar")]
+    if history == "template":
+        assert prompt.ids == rendered(chat, *messages, user("amber 2"))
+
+
 def test_an_episode_that_compacts_computes_about_the_tokens_of_its_tree(chat):
     episode = forks.compacting(chat)
     computed, distinct = forks.computed_and_distinct(episode)
