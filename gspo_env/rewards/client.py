@@ -13,12 +13,15 @@ import sqlite3
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Self
+from weakref import WeakKeyDictionary
 
 import httpx2 as httpx
 from annotated_types import Ge, Gt
@@ -85,9 +88,10 @@ class ChatClient:
         if self.url and not re.fullmatch(_URL, self.url):
             raise ConfigError(f"url is {self.url!r}; expected one such as http://localhost:8000/v1")
         self._key = os.environ.get(self.key_variable, "")
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._tls = ssl.create_default_context()
-        self._pending: dict[str, asyncio.Task[str]] = {}
+        self._identity = self.url or _digest(self.model)
+        self._jitter, self._next, self._starting = random.Random(), 0.0, threading.Lock()
+        self._sessions = WeakKeyDictionary[asyncio.AbstractEventLoop, _Session]()
         self._cache = _open_cache(self.cache)
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -107,40 +111,65 @@ class ChatClient:
         """
         conversation = [{"role": role, "content": text} for role, text in messages]
         body = {"model": self.model, "messages": conversation, "seed": seed, **self.request}
-        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        question = json.dumps([self._identity, body], sort_keys=True)
+        key = hashlib.sha256(question.encode()).hexdigest()
         row = self._cache.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
         if row is None:
-            self._bind()
-            if key not in self._pending:
-                self._pending[key] = asyncio.create_task(self._request(key, body, usage))
-            row = (await asyncio.shield(self._pending[key]),)
+            session = self._session()
+            if key not in session.pending:
+                task = asyncio.create_task(self._request(session, key, body, usage))
+                session.pending[key] = task
+                task.add_done_callback(lambda _: session.pending.pop(key))
+            row = (await asyncio.shield(session.pending[key]),)
         usage["answers"] += 1
         return str(row[0])
 
-    async def _request(self, key: str, body: Mapping[str, Any], usage: Usage) -> str:
-        try:
-            async with self._starting:
-                if not self.url:
-                    await asyncio.to_thread(self._start)
+    async def __aenter__(self) -> Self:
+        """Opens the connections that all questions on this event loop share."""
+        session = self._session()
+        if session.http is None:
+            session.http = httpx.AsyncClient(timeout=None, verify=self._tls)
+        session.users += 1
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Closes them once nobody asks."""
+        session = self._session()
+        session.users -= 1
+        if not session.users and session.http is not None:
+            http, session.http = session.http, None
+            await http.aclose()
+
+    def _session(self) -> _Session:
+        """Returns what belongs to the running event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._sessions:
+            self._sessions[loop] = _Session(slots=asyncio.Semaphore(self.concurrency))
+        return self._sessions[loop]
+
+    async def _request(
+        self, session: _Session, key: str, body: Mapping[str, Any], usage: Usage
+    ) -> str:
+        async with self:
+            if not self.url:
+                await asyncio.to_thread(self._start)
             for attempt in range(self.retries + 1):
                 try:
-                    async with self._slots:
-                        text = await self._send(body, usage)
+                    async with session.slots:
+                        text = await self._send(session, body, usage)
                     self._cache.execute(_INSERT, (key, text))
                     return text
                 except _TryAgainError as error:
                     failure, wait = error.args
                 if attempt < self.retries:
-                    wait = max(wait, self.backoff * 2**attempt * random.uniform(0.5, 1.0))
+                    wait = max(wait, self.backoff * 2**attempt * self._jitter.uniform(0.5, 1.0))
                     await asyncio.sleep(min(wait, _LONGEST_WAIT))
             raise NoAnswerError(
                 f"{self.model} at {self.url} gave no answer in {self.retries + 1} attempts: "
                 f"{failure}"
             )
-        finally:
-            del self._pending[key]
 
-    async def _send(self, body: Mapping[str, Any], usage: Usage) -> str:
+    async def _send(self, session: _Session, body: Mapping[str, Any], usage: Usage) -> str:
         """Sends one request.
 
         Raises:
@@ -150,21 +179,20 @@ class ChatClient:
         await self._pace()
         usage["requests"] += 1
         key = {"authorization": f"Bearer {self._key}"} if self._key else {}
+        assert session.http is not None
+        place = f"{self.url.rstrip('/')}/chat/completions"
+        headers, content = {**key, **self.headers}, bytearray()
         try:
             async with (
                 asyncio.timeout(self.timeout),
-                httpx.AsyncClient(timeout=None, verify=self._tls) as http,
+                session.http.stream("POST", place, json=body, headers=headers) as response,
             ):
-                place = f"{self.url.rstrip('/')}/chat/completions"
-                headers, content = {**key, **self.headers}, bytearray()
-                async with http.stream("POST", place, json=body, headers=headers) as response:
-                    async for part in response.aiter_bytes(1 << 16):
-                        content += part
-                        if len(content) > _LARGEST_ANSWER:
-                            raise NoAnswerError(
-                                f"{self.model} at {self.url} sends more than "
-                                f"{_LARGEST_ANSWER:,} bytes"
-                            )
+                async for part in response.aiter_bytes(1 << 16):
+                    content += part
+                    if len(content) > _LARGEST_ANSWER:
+                        raise NoAnswerError(
+                            f"{self.model} at {self.url} sends more than {_LARGEST_ANSWER:,} bytes"
+                        )
         except (httpx.HTTPError, TimeoutError) as error:
             raise _TryAgainError(f"{type(error).__name__} {error}", 0.0) from error
         beginning = repr(content[:200].decode(errors="replace"))
@@ -187,27 +215,25 @@ class ChatClient:
             )
         return f"{text}…" if choice.get("finish_reason") == "length" else str(text)
 
-    def _bind(self) -> None:
-        """Makes what belongs to the running event loop."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop, self._pending, self._next = loop, {}, 0.0
-            self._slots, self._starting = asyncio.Semaphore(self.concurrency), asyncio.Lock()
-
     async def _pace(self) -> None:
         """Waits for the next place within `per_minute`."""
-        if self.per_minute and self._loop is not None:
-            now = self._loop.time()
+        if self.per_minute:
+            now = time.monotonic()
             start = max(self._next, now)
             self._next = start + 60 / self.per_minute
             await asyncio.sleep(start - now)
 
     def _start(self) -> None:
-        """Starts `gspo-env serve` with the model, in a process that ends with this one.
+        """Starts `gspo-env serve` with the model once, in a process that ends with this one.
 
         Raises:
             ToolServerError: It ended.
         """
+        with self._starting:
+            if not self.url:
+                self._serve()
+
+    def _serve(self) -> None:
         command = [sys.executable, "-m", "gspo_env", "serve", self.model, "--port", "0"]
         variables = {**os.environ, "GSPO_ENV_SERVE_KEY": ""}  # so that it prints a new key
         guard = Guard(["run", "10", *command, *self.serve], stdout=subprocess.PIPE, env=variables)
@@ -219,6 +245,29 @@ class ChatClient:
                 self.url, self._key = exports["OPENAI_BASE_URL"], exports["OPENAI_API_KEY"]
                 return
         raise ToolServerError(f"`gspo-env serve {self.model}` ended before it had an address")
+
+
+@dataclass(kw_only=True)
+class _Session:
+    """What belongs to one event loop."""
+
+    slots: asyncio.Semaphore
+    pending: dict[str, asyncio.Task[str]] = field(default_factory=dict)
+    """The questions on their way, by key."""
+    http: httpx.AsyncClient | None = None
+    users: int = 0
+    """Those who use `http`."""
+
+
+def _digest(model: str) -> str:
+    """Returns a digest of the files of a model's folder; empty for a name."""
+    digest = hashlib.sha256()
+    files = sorted(path for path in Path(model).glob("*") if path.is_file())
+    for path in files:
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(f"{path.name} {content}\n".encode())
+    return digest.hexdigest() if files else ""
 
 
 def _open_cache(path: str) -> sqlite3.Connection:

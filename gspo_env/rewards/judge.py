@@ -111,7 +111,8 @@ class Judge(ChatClient, GroupReward):
     async def __call__(self, group: Group) -> list[Rating]:
         """See `GroupReward`."""
         tally, units = _Tally(), self._units(group)
-        results = await asyncio.gather(*(self._unit(group, unit, tally) for unit in units))
+        async with self:
+            results = await asyncio.gather(*(self._unit(group, unit, tally) for unit in units))
         scores = {place: score for result in results for place, score in result.items()}
         rows = [
             tuple(scores.get((g, k)) for k in range(len(episode.turns)))

@@ -6,6 +6,7 @@ import email.utils
 import json
 import math
 import os
+import random
 import re
 import resource
 import signal
@@ -19,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import gymnasium
+import httpx2
 import numpy as np
 import pytest
 from support import pretend_http
@@ -593,3 +595,59 @@ def test_a_model_of_our_own_that_serve_plays_judges_and_its_babble_is_never_a_ze
         parts = episode.turns[0].info.reward_parts
         assert ("judge" in parts) != episode.failed
         assert "no answer of 2 can be read" in (episode.error or "no answer of 2 can be read")
+
+
+def test_another_address_or_model_is_another_question_in_the_same_cache(
+    server, tmp_path, monkeypatch
+):
+    cache, folder = str(tmp_path / "cache"), tmp_path / "model"
+    folder.mkdir()
+    with serve() as other:
+        for address in (server, other, server, other):
+            assert score(judge(address, cache=cache), group(["quality 4"])).episodes[0].outcome
+        assert (len(server.questions), len(other.questions)) == (1, 1)
+        monkeypatch.setattr(Judge, "_start", lambda self: setattr(self, "url", other.url))
+        for weights in ("one", "two", "one"):
+            (folder / "model.safetensors").write_text(weights)
+            reward = Judge(model=str(folder), **{**SLACK, "cache": cache})
+            assert score(reward, group(["quality 4"])).episodes[0].outcome == 0.4
+        assert len(other.questions) == 3
+
+
+def test_two_event_loops_ask_at_the_same_time_and_no_episode_is_lost(server):
+    server.before = lambda *_: time.sleep(0.3)
+    reward, results = judge(server), []
+
+    def play(n):
+        results.append(score(reward, group([f"quality {n}, first"], [f"quality {n}, second"])))
+
+    threads = [threading.Thread(target=play, args=(n,)) for n in range(1, 4)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    assert [[e.outcome for e in r.episodes] for r in results] == [[n / 10] * 2 for n in (1, 2, 3)]
+
+
+def test_a_retry_draws_nothing_from_the_global_generator(server):
+    server.before = lambda number, _: 500 if number < 3 else None
+    before = random.getstate()
+    assert score(judge(server), group(["quality 4"])).episodes[0].outcome == 0.4
+    assert random.getstate() == before
+
+
+def test_the_questions_of_a_group_share_a_client_which_is_closed(server, monkeypatch):
+    clients = []
+
+    class Client(httpx2.AsyncClient):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            clients.append(self)
+
+    monkeypatch.setattr(httpx2, "AsyncClient", Client)
+    reward = judge(server)
+    for n in range(2):
+        score(reward, group([f"quality {n}, first"], [f"quality {n}, second"]))
+    assert len(server.questions) == 4
+    assert [client.is_closed for client in clients] == [True, True]
