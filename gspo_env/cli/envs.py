@@ -21,28 +21,13 @@ class Envs:
         """Prints one line for each environment, or the result of the check."""
         from gspo_env.check.environment import check_env
         from gspo_env.env.registration import describe_envs
+        from gspo_env.health.findings import show
 
         if self.check:
-            report = check_env(self.check, env_kwargs=self.env_kwargs)
+            checked = check_env(self.check, env_kwargs=self.env_kwargs)
             print(f"{self.check} passes all checks.")
-            if not report.ends:
-                print(
-                    "Warning: no episode of the check ended by itself; return terminated or "
-                    "truncated, or training cuts each episode at --rollout.max-turns."
-                )
-            print(f"Score: {report.score or 'not decided'}, because {report.reason}.")
-            if not report.declares_success:
-                print(
-                    "Success: every outcome above 0, because the last `info` has no `success`; "
-                    "give it if partial outcomes are no success."
-                )
-            if report.demonstrated:
-                print(
-                    f"Demonstrator: {sum(report.demonstrated)} of {len(report.demonstrated)} "
-                    "episodes succeeded."
-                )
-            else:
-                print("Demonstrator: none, since it has no expert_action().")
+            for finding in checked.findings:
+                print(show(finding))
             return
         for env in describe_envs():
             tools = f"  [tools: {', '.join(env.tools)}]" if env.tools else ""

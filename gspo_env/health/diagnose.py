@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gspo_env.health.collapse import may_be_chance
-from gspo_env.health.findings import Finding
+from gspo_env.health.findings import Finding, show
 from gspo_env.health.rules import RULES, quote, share
 from gspo_env.runs.run import Run
 
@@ -58,8 +58,8 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     """Returns what a terminal shows."""
     run = diagnosis.run
     shown = [f"{run.name}: {run.state}{_success(run)}"]
-    for number, finding in enumerate(diagnosis.findings, start=1):
-        shown += ["", f"{number}. {finding.text} [{finding.name}]", f"   Try: {finding.advice}"]
+    for finding in diagnosis.findings:
+        shown += ["", show(finding)]
     if not diagnosis.findings:
         judged = len(RULES) - len(diagnosis.not_judged)
         but = ", but the run warned while it trained" if run.warnings else ""

@@ -454,4 +454,4 @@ def test_the_check_says_what_counts_as_a_success_where_the_environment_does_not(
     write_env(tmp_path / "own.py", "return '', 0.5, True, False, {}")
     main(["envs", "--check", f"{tmp_path}/own.py:Own"])
     said = capsys.readouterr().out
-    assert "Success: every outcome above 0, because the last `info` has no" in said
+    assert "ok  success: Every outcome above 0, because the last `info` has no" in said

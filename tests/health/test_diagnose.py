@@ -297,8 +297,8 @@ def test_the_command_prints_sentences_or_json_and_hides_what_acts_on_a_terminal(
     (folder / "warnings.txt").write_text("no_turn: \x1b[31mred\n")
     main(["diagnose", str(folder)])
     shown = capsys.readouterr().out
-    assert "1. The environment fails: 16% of the episodes are lost in the last 5 of 20" in shown
-    assert "   Try: Fix the environment" in shown
+    assert "BAD environment: The environment fails: 16% of the episodes are lost in the" in shown
+    assert "    Try: Fix the environment" in shown
     assert "\x1b" not in shown
     assert "\u202e" not in shown
     main(["diagnose", str(folder), "--json"])
