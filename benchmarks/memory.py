@@ -15,6 +15,7 @@ processor from there to the end. With a GPU, that is the GPU's memory, and the t
 from __future__ import annotations
 
 import argparse
+import ctypes
 import multiprocessing
 import resource
 import tempfile
@@ -106,7 +107,6 @@ def _train(name: str, threads: int, answer) -> None:
 
     import gspo_agents.preflight
     from gspo_agents.gspo import GSPOAgent
-    from gspo_agents.preflight import high_water
     from gspo_env.config import Config, override
 
     gpu = torch.cuda.is_available()
@@ -117,9 +117,9 @@ def _train(name: str, threads: int, answer) -> None:
     config = Config.from_recipe(recipe) if recipe else Config()
     with tempfile.TemporaryDirectory() as folder:
         config = override(config, {**tree, "output": folder, "tracker": "none"})
-        agent, status = GSPOAgent(config=config), Path("/proc/self/status")
+        agent = GSPOAgent(config=config)
         agent._gather()
-        gspo_agents.preflight.trim()
+        trim()
         before = torch.cuda.memory_allocated() if gpu else psutil.Process().memory_info().rss
         began = clock()
         start = agent._start
@@ -127,19 +127,31 @@ def _train(name: str, threads: int, answer) -> None:
         measured = clock() - began
         gspo_agents.preflight.check = lambda agent, demonstrations: []  # once is enough
         began = clock()
-        gspo_agents.preflight.trim()
+        trim()
         if gpu:
             torch.cuda.reset_peak_memory_stats()
         else:
             Path("/proc/self/clear_refs").write_text("5")
         history = agent.train()
         seconds = (clock() - began) / (1 if gpu else threads)
-        most = torch.cuda.max_memory_allocated if gpu else lambda: high_water(status)
+        most = torch.cuda.max_memory_allocated if gpu else lambda: high_water()
         peak = most() - before
     parts = {}
     for part in ("rollout", "update", "eval"):
         parts[part] = sum(m.get(f"time/{part}", 0.0) for _, m in history)
     answer.put((estimate, measured, peak, seconds, parts))
+
+
+def trim() -> None:
+    """Gives memory that is free back to the system."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def high_water() -> int:
+    """Returns the most bytes that this process has had in memory."""
+    text = Path("/proc/self/status").read_text()
+    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return 1024 * int(lines["VmHWM"].split()[0])
 
 
 def compare_preflight(names: list[str], threads: int) -> None:

@@ -29,9 +29,8 @@ def gather(agent: GSPOAgent) -> list[Episode]:
         )
     expert = recipe.teacher == "expert"
     samples = 1 if expert else min(recipe.demonstrations, config.rollout.group_size)
-    count, held_out = math.ceil(recipe.demonstrations / samples), agent.split().held_out
     envs, guard = environments.envs, environments.guard
-    tasks = guard(teacher.training_tasks, config.seed, envs, held_out, count)
+    tasks = agent.training_tasks(math.ceil(recipe.demonstrations / samples), config.seed)
     if expert:
         with Progress() as progress:
             show = progress.when_slow()

@@ -48,6 +48,7 @@ from gspo_env.model.load import (
     save_model,
 )
 from gspo_env.model.threads import is_small, use_threads
+from gspo_env.recipes.teacher import training_tasks
 from gspo_env.redaction import write_text
 from gspo_env.registry import load_function
 from gspo_env.rollout.collector import Collector
@@ -303,6 +304,13 @@ class GSPOAgent:
             collector.on_group = on_group
             how: Any = {"seed": seed, "group_size": samples, "temperature": temperature}
             return self._loop.run(collector.collect(tasks, **how))
+
+    def training_tasks(self, count: int, seed: int) -> list[Task]:
+        """Draws tasks that training does not hold out for its evaluation."""
+        envs, held_out = self.environments.envs, self.split().held_out
+        guard = self.environments.guard
+        drawn: list[Task] = guard(training_tasks, seed, envs, held_out, count)
+        return drawn
 
     def split(self, tasks: int = 0) -> Split:
         """Returns the tasks of an evaluation and the task keys that training does not play.

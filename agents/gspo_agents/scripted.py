@@ -8,6 +8,7 @@ from typing import Any
 from gspo_env.env.base import attribute
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
+from gspo_env.recipes.teacher import training_tasks
 from gspo_env.rollout.failures import FaultLog, refuse_failures
 from gspo_env.rollout.play import Policy, demonstrator, look
 from gspo_env.rollout.pool import play_alone
@@ -41,6 +42,12 @@ class ScriptedAgent:
             lambda drawn: [reset_of(self._play(task, look)) for task in drawn],
             attribute(self._env, "num_tasks", None),
         )
+
+    def training_tasks(self, count: int, seed: int) -> list[Task]:
+        """Draws tasks that training does not hold out for its evaluation."""
+        envs, held_out = {self.env_id: self._env}, self.split().held_out
+        drawn: list[Task] = self._guard(training_tasks, seed, envs, held_out, count)
+        return drawn
 
     def evaluate(self, tasks: int | Sequence[Task] = 256, samples: int = 1) -> list[Group]:
         """Plays tasks, or as many of an evaluation, `samples` episodes each.

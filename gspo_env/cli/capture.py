@@ -58,7 +58,7 @@ class Capture:
     `reward`, `success`, `turns` or a named part of the reward with a number."""
     judge: str = ""
     """A group reward that adds its score, such as `judges.py:JUDGE`."""
-    temperature: float | None = None
+    temperature: Annotated[float, Ge(0)] | None = None
     """Sampling temperature; that of the training by default."""
     seed: int = 0
     """Seed of the tasks and of the sampling."""
@@ -66,8 +66,6 @@ class Capture:
     def run(self) -> None:
         """Plays the episodes, writes the file and prints what it has."""
         from gspo_env.env.registration import load_agent
-        from gspo_env.seeding import derive_seed
-        from gspo_env.types import Task
 
         kwargs, conditions = self._arguments(), read_conditions(self.keep)
         heat = {} if self.temperature is None else {"temperature": self.temperature}
@@ -77,8 +75,7 @@ class Capture:
             agent, more = load_agent("scripted")(env, **kwargs), {}
         else:
             agent = load_agent("gspo").load(self.model, env, env_kwargs=kwargs, rollout=heat)
-        seeds = (derive_seed("capture", self.seed, n) % 10**9 for n in range(self.episodes))
-        tasks = [Task(env_id=agent.env_id, seed=seed) for seed in seeds]
+        tasks = agent.training_tasks(self.episodes, self.seed)
         groups = agent.evaluate(tasks, self.samples, **more)
         if self.judge:
             groups = asyncio.run(_judge(self.judge, groups))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from annotated_types import Ge, Interval
 
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.redaction import visible
 from gspo_env.seeding import SEEDS
 from gspo_env.settings import settings
@@ -41,11 +40,11 @@ class Evaluate:
     """Tasks; by default as many as the folder's training held out, or 256."""
     samples: Annotated[int, Ge(1)] = 1
     """Episodes of each task, for pass@k and pass^k."""
-    seed: Annotated[int, Interval(ge=0, lt=SEEDS)] = 0
-    """Seed of the sampling."""
-    temperature: float | None = None
+    seed: Annotated[int, Interval(ge=0, lt=SEEDS)] | None = None
+    """Seed of the sampling; 0 by default."""
+    temperature: Annotated[float, Ge(0)] | None = None
     """Sampling temperature; that of the training by default, 0 is greedy."""
-    max_turn_tokens: Annotated[int, Ge(0)] = 0
+    max_turn_tokens: Annotated[int, Ge(1)] | None = None
     """Most tokens of an action; those of the training by default."""
     show: Annotated[int, Ge(0)] = 0
     """Episodes to print, with all that the model read and wrote."""
@@ -60,8 +59,6 @@ class Evaluate:
                 f"model is {self.model!r} and the folder is {self.folder!r}; expected one: a "
                 "folder, a hub id or 'scripted'"
             )
-        if self.temperature is not None and not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature is {self.temperature}; expected a number of at least 0")
         model = self.model or self.folder
         from gspo_env.cli.options import one_or_several
         from gspo_env.health.evaluation import check_first_evaluation
@@ -70,8 +67,8 @@ class Evaluate:
         if model == "scripted":
             if len(self.env) > 1:
                 raise ConfigError(f"env is {' '.join(self.env)}; expected one for 'scripted'")
-            for name in ("seed", "temperature", "max_turn_tokens"):
-                if value := getattr(self, name):
+            for name in ("seed", "temperature", "max_turn_tokens", "model_dtype", "engine"):
+                if (value := getattr(self, name)) not in (None, ""):
                     raise ConfigError(
                         f"{name} is {value}, and a scripted agent samples nothing; expected none"
                     )
@@ -95,7 +92,7 @@ class Evaluate:
                 groups = agent.evaluate(
                     self.tasks,
                     self.samples,
-                    self.seed,
+                    self.seed or 0,
                     temperature=self.temperature,
                     on_group=lambda: show("evaluation", next(done), len(split.tasks)),
                 )
@@ -130,6 +127,8 @@ def print_scores(groups: Sequence[Group], split: Split) -> None:
         if row:
             by_task.setdefault(key, []).extend(bool(e.success) for e in row)
     wins = [[bool(e.success) for e in row] for row in rows if row]
+    if not wins:
+        raise RolloutError(f"all {lost} episodes failed in their environment; there is no score")
     episodes = [e for row in rows for e in row]
     low, high = success_interval(list(by_task.values()), tasks=split.distinct)
     size = min(map(len, wins))

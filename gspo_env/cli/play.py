@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -47,9 +46,9 @@ class Play:
     """Arguments of the environment, such as `hops=4`."""
     model: str = ""
     """A trained folder or a hub id that acts; by default you do."""
-    temperature: float | None = None
+    temperature: Annotated[float, Ge(0)] | None = None
     """Sampling temperature of the model; that of the training by default, 0 is greedy."""
-    max_turn_tokens: Annotated[int, Ge(0)] = 0
+    max_turn_tokens: Annotated[int, Ge(1)] | None = None
     """Most tokens of an action of the model; those of the training by default."""
     seed: Annotated[int, Interval(ge=0, lt=SEEDS)] = 0
     """Seed of the task."""
@@ -61,8 +60,9 @@ class Play:
         from gspo_env.rollout.play import play_now
         from gspo_env.types import Task
 
-        if self.temperature is not None and not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature is {self.temperature}; expected a number of at least 0")
+        for name in ("temperature", "max_turn_tokens"):
+            if not self.model and (value := getattr(self, name)) not in (None, ""):
+                raise ConfigError(f"{name} is {value}, and no model plays; expected --model")
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="backslashreplace")
         if self.model:

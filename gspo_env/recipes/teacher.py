@@ -44,7 +44,7 @@ def training_tasks(
         tasks = list(free)
         if len(tasks) < share:
             raise TrainingError(
-                f"{env_id}: all of {_MOST_DRAWS * _AT_ONCE} tasks drawn for demonstrations but "
+                f"{env_id}: all of {_MOST_DRAWS * _AT_ONCE} tasks drawn but "
                 f"{len(tasks)} are held out for evaluation; expected lower eval_tasks"
             )
         drawn += tasks

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import re
+import shlex
 from typing import ClassVar
 
 import psutil
@@ -12,7 +13,6 @@ import torch
 from gspo_agents.gspo import GSPOAgent
 from gspo_agents.preflight import (
     Sizes,
-    Work,
     check,
     estimate,
     free_memory,
@@ -20,6 +20,7 @@ from gspo_agents.preflight import (
     memory,
     remedies,
 )
+from gspo_env.cli.main import parse
 from gspo_env.config import Config, override
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.base import TextEnv
@@ -27,12 +28,11 @@ from gspo_env.errors import TrainingError
 from gspo_env.model.thread_speed import best, measure
 
 SIZES = Sizes(
-    **{"parameters": 1_000_000, "trained": 1_000_000, "adapter_width": 10_000, "weight": 4},
-    **{"layers": 10, "hidden": 2_000, "cached_token": 1_000},
-    **{"pass_fixed": 1e6, "pass_token": 100_000},
+    **{"parameters": 1_000_000, "trained": 1_000_000, "width": 10_000, "weight": 4},
+    cached_token=1_000,
 )
-ROWS = override(Config(), {"learner": {"microbatch_tokens": 16384}})
-WORK = Work(tokens=6000, longest=500, slots=64)
+ROWS = override(Config(), {"learner": {"microbatch_tokens": 16384}, "rollout": {"concurrency": 64}})
+WORK = {"tokens": 6000, "longest": 500}
 
 
 @pytest.mark.parametrize(
@@ -43,61 +43,53 @@ WORK = Work(tokens=6000, longest=500, slots=64)
         ({}, "optimiser", 8e6),
         ({}, "cache", 64 * 500 * 1000),
         # gradients come in the place of the activations of the only row of a minibatch
-        ({}, "largest pass", 1e6 + 6000 * 100_000 - 4e6),
+        ({}, "largest pass", 6000 * 46_000 - 4e6),
         ({"model_dtype": "bfloat16"}, "weights", 2e6),
         ({"model_dtype": "bfloat16"}, "optimiser", 12e6),  # with the float32 masters
         ({"model_dtype": "bfloat16"}, "cache", 64 * 500 * 500),
         ({"learner": {"lora_rank": 8}}, "optimiser", 8 * 80_000),
-        ({"learner": {"microbatch_tokens": 1000}}, "largest pass", 1e6 + 1000 * 100_000),
-        ({"learner": {"microbatch_tokens": 10}}, "largest pass", 1e6 + 500 * 100_000),
-        ({"learner": {"checkpointing": True}}, "largest pass", 1e6 + 6000 * 34_000 - 4e6),
-        ({"learner": {"lora_rank": 8}}, "largest pass", 1e6 + 6000 * 100_000 - 4 * 80_000),
+        ({"learner": {"microbatch_tokens": 1000}}, "largest pass", 1000 * 46_000),
+        ({"learner": {"microbatch_tokens": 10}}, "largest pass", 500 * 46_000),
+        ({"learner": {"checkpointing": True}}, "largest pass", 6000 * 4_600 - 4e6),
+        ({"learner": {"lora_rank": 8}}, "largest pass", 6000 * 46_000 - 4 * 80_000),
         ({"supply": {"max_staleness": 1}}, "copies", 8e6),
     ],
 )
 def test_each_part_of_the_memory_follows_from_the_settings(changes, part, size):
-    assert memory(SIZES, override(ROWS, changes), WORK)[part] == pytest.approx(size)
+    assert memory(SIZES, override(ROWS, changes), **WORK)[part] == pytest.approx(size)
 
 
 def test_a_cpu_has_more_copies_in_bfloat16_and_holds_a_checkpoint_in_memory():
-    on_cpu, config = dataclasses.replace(SIZES, on_cpu=True), Config(model_dtype="bfloat16")
-    parts = memory(on_cpu, config, WORK)
+    on_cpu = dataclasses.replace(SIZES, on_cpu=True)
+    parts = memory(on_cpu, override(ROWS, {"model_dtype": "bfloat16"}), **WORK)
     assert parts["copies"] == 2e6  # in the order of the engine's kernels
     assert parts["cache"] == 64 * 500 * 750  # keys in float32
-    long = memory(on_cpu, config, dataclasses.replace(WORK, longest=1500))
-    assert long["cache"] == 64 * (1500 * 500 + 2048 * 250)  # values in parts of 1,024
-    small = dataclasses.replace(WORK, tokens=1, longest=1)
-    parts = memory(on_cpu, Config(), small)
-    assert parts["gradients"] + parts["checkpoint"] == 12e6  # not at the same time
-    assert "largest pass" not in parts
+    parts = memory(on_cpu, ROWS, 1, 1)
+    assert parts["gradients"] + parts["largest pass"] == 12e6  # of a checkpoint
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_has_no_copy_of_weights_that_an_adapter_is_added_to(dtype):
-    sizes, config = dataclasses.replace(SIZES, on_cpu=True, packed=True), Config(model_dtype=dtype)
-    assert "copies" in memory(sizes, config, WORK)
-    assert "copies" not in memory(sizes, override(config, {"learner": {"lora_rank": 8}}), WORK)
-    adapted = dataclasses.replace(sizes, trained=10_000)
-    assert "copies" not in memory(adapted, config, WORK)
+    sizes = dataclasses.replace(SIZES, on_cpu=True, packed=True)
+    config = override(ROWS, {"model_dtype": dtype})
+    assert "copies" in memory(sizes, config, **WORK)
+    assert "copies" not in memory(sizes, override(config, {"learner": {"lora_rank": 8}}), **WORK)
+    assert "copies" not in memory(dataclasses.replace(sizes, trained=10_000), config, **WORK)
 
 
-@pytest.mark.parametrize("free", [5e6, 1e8, 2e8, 4e8, 6e8])
+@pytest.mark.parametrize("free", [5e6, 3e7, 1e8, 2e8, 4e8])
 def test_the_flags_that_a_refusal_names_make_the_run_fit(free):
-    text = remedies(SIZES, ROWS, WORK, free)
-    tried = " ".join(re.findall(r"--[a-z-]+(?: [\w.]+)?", text.partition(" more")[0]))
-    changes, slots = {}, WORK.slots
-    if "--lora-rank 16" in tried:
-        changes = {"lora_rank": 16}
-    if "--checkpointing" in tried:
-        changes["checkpointing"] = True
-    if size := re.search(r"--microbatch-tokens (\d+)", tried):
-        changes["microbatch_tokens"] = int(size[1])
-    if size := re.search(r"--concurrency (\d+)", tried):
-        slots = int(size[1])
-    dtype = {"model_dtype": "bfloat16"} if "bfloat16" in tried else {}
-    config = override(ROWS, {"learner": changes, **dtype})
-    parts = memory(SIZES, config, dataclasses.replace(WORK, slots=slots))
-    fits = sum(parts.values()) - 4e6 <= free
+    text = remedies(SIZES, ROWS, **WORK, free=free)
+    flags = re.findall(r"--[a-z-]+(?: [\w.]+)?", text.partition("(")[0].partition(",")[0])
+    config = parse(
+        ["train", *shlex.split(" ".join(flags)), "--microbatch-tokens", "16384"]
+    ).resolved
+    kept = {"checkpointing": config.learner.checkpointing, "lora_rank": config.learner.lora_rank}
+    tokens = 1024 if "--microbatch-tokens 1024" in flags else 16384
+    rollout = {"concurrency": 16 if "--concurrency 16" in flags else 64}
+    learner = {**kept, "microbatch_tokens": tokens}
+    tree = {"learner": learner, "rollout": rollout, "model_dtype": config.model_dtype}
+    fits = sum(memory(SIZES, override(ROWS, tree), **WORK).values()) - 4e6 <= free
     assert fits == text.startswith("It fits")
 
 
@@ -163,10 +155,11 @@ class Wordy(TextEnv):
         return "", 1.0, True, False, {}
 
 
-def test_an_engine_too_slow_for_a_single_turn_leaves_the_prompts_to_count(agent, monkeypatch):
+def test_an_engine_too_slow_for_a_single_turn_has_actions_as_long_as_they_may_be(
+    agent, monkeypatch
+):
     config = Config(tasks_per_step=2, eval_tasks=4, tracker="none")
     wordy = GSPOAgent(agent.model, Wordy, config, agent.tokenizer)
-    prompt = len(wordy.play().turns[0].prompt_ids)
     sample = TransformersEngine.generate
 
     async def wait(self, ids, sampling, session=None):
@@ -176,7 +169,6 @@ def test_an_engine_too_slow_for_a_single_turn_leaves_the_prompts_to_count(agent,
     monkeypatch.setattr(TransformersEngine, "generate", wait)
     monkeypatch.setattr("gspo_agents.preflight._SECONDS", 1.0)
     lengths = estimate(wordy, ()).lengths
-    assert lengths.shared + lengths.first == prompt
     assert lengths.sampled == lengths.steps == config.rollout.max_turn_tokens
 
 
@@ -197,8 +189,7 @@ def test_a_run_whose_engine_is_elsewhere_says_what_is_known_of_its_memory(agent,
 def test_a_run_that_learns_nothing_is_estimated_too(agent):
     config = Config(steps=0, eval_tasks=4, tracker="none")
     expected = estimate(GSPOAgent(agent.model, Wordy, config, agent.tokenizer), ())
-    assert expected.imitation == 0.0
-    assert expected.steps == 0
+    assert "0 s imitate" in expected.rows["run"]
 
 
 def test_what_cannot_fit_is_refused_before_training(agent, monkeypatch):
@@ -207,42 +198,28 @@ def test_what_cannot_fit_is_refused_before_training(agent, monkeypatch):
         check(agent, ())
 
 
-VERSION_1 = "12:cpu,cpuacct:/a\n4:memory:{}\n0::/\n"
-VERSION_2 = "0::{}\n"
-
-
 @pytest.mark.parametrize(
-    ("membership", "groups", "left"),
+    ("name", "groups", "left"),
     [
-        (VERSION_2.format("/"), {"": (900, 500, 100)}, 500),  # a container
-        (VERSION_2.format("/job"), {"job": (900, 500, 100)}, 500),
-        (VERSION_2.format("/job/step"), {"job": (900, 500, 0), "job/step": ("max", 9, 0)}, 400),
-        (VERSION_2.format("/job/step"), {"job": (900, 500, 0), "job/step": (800, 500, 0)}, 300),
-        (VERSION_2.format("/elsewhere"), {"": (900, 500, 0)}, 400),  # as the host names it
-        (VERSION_2.format("/job"), {"": ("max", 9, 0), "other": (1, 1, 0)}, float("inf")),
-        (VERSION_1.format("/job"), {"memory/job": (900, 500, 100)}, 500),
-        (VERSION_1.format("/job"), {"memory": (900, 500, 0), "memory/job": (2**63, 9, 0)}, 400),
-        (VERSION_1.format("/docker/1"), {"memory": (900, 500, 0)}, 400),
-        ("", {"": (900, 500, 0)}, float("inf")),
+        ("", {"": (900, 500, 100)}, 500),  # a container
+        ("job", {"job": (900, 500, 100)}, 500),
+        ("job/step", {"job": (900, 500, 0), "job/step": ("max", 9, 0)}, 400),
+        ("job/step", {"job": (900, 500, 0), "job/step": (800, 500, 0)}, 300),
+        ("elsewhere", {"": (900, 500, 0)}, 400),  # as the host names it
+        ("job", {"": ("max", 9, 0), "other": (1, 1, 0)}, float("inf")),
     ],
 )
-def test_the_limits_of_every_group_around_a_process_count(tmp_path, membership, groups, left):
-    for name, (limit, used, cached) in groups.items():
-        place, is_old = tmp_path / name, name.startswith("memory")
-        place.mkdir(parents=True, exist_ok=True)
-        names = ("limit_in_bytes", "usage_in_bytes") if is_old else ("max", "current")
-        for file, value in zip(names, (limit, used), strict=True):
-            (place / f"memory.{file}").write_text(f"{value}\n")
-        total = "total_" * is_old
-        (place / "memory.stat").write_text(f"{total}rss 1\n{total}inactive_file {cached}\n")
-    assert group_memory(tmp_path, membership) == left
+def test_the_limits_of_every_group_around_a_process_count(tmp_path, name, groups, left):
+    for group, (limit, used, cached) in groups.items():
+        (tmp_path / group).mkdir(parents=True, exist_ok=True)
+        for file, value in (("max", limit), ("current", used)):
+            (tmp_path / group / f"memory.{file}").write_text(f"{value}\n")
+        (tmp_path / group / "memory.stat").write_text(f"rss 1\ninactive_file {cached}\n")
+    assert group_memory(tmp_path, f"0::/{name}\n") == left
 
 
-def test_a_limit_of_addresses_counts(agent, monkeypatch):
-    monkeypatch.setattr(
-        "resource.getrlimit", lambda kind: (psutil.Process().memory_info().vms,) * 2
-    )
-    assert free_memory(agent.model) < 2**26
+def test_the_free_memory_is_within_that_of_the_machine(agent):
+    assert 0 < free_memory(agent.model) <= psutil.virtual_memory().total
 
 
 def test_a_long_run_is_a_finding(agent, monkeypatch, capsys):

@@ -160,3 +160,14 @@ def test_an_answer_is_recorded_as_the_program_received_it():
     played = Turn(text="amber", observation="hi", reward=0.0, message=parsed)
     (line,) = to_lines(episode(played, reset=asked))
     assert json.loads(line)["messages"][-1]["content"] == "AMBER"
+
+
+def test_no_captured_task_is_one_that_training_holds_out(tmp_path, capsys):
+    out = tmp_path / "episodes.jsonl"
+    flags = ["--env", "gspo/Wordle-v0", "--episodes", "60", "--seed", "1", "--keep", "success == 1"]
+    main(["capture", "--model", "scripted", "--out", str(out), *flags])
+    rows = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
+    words = {row[-1]["content"][len("<guess>") : -len("</guess>")] for row in rows}
+    (held_out,) = load_agent("scripted")("gspo/Wordle-v0").split().held_out.values()
+    assert len(words) > 30
+    assert not words & held_out

@@ -27,7 +27,16 @@ ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
             ["evaluate", "--model", "scripted", "--seed", str(10**30)],
             "seed is 1000000000000000000000000000000; expected a number less than 92",
         ),
-        ("evaluate --model scripted --seed 3", "a scripted agent samples nothing"),
+        *(
+            (f"evaluate --model scripted {flag}", "a scripted agent samples nothing")
+            for flag in ("--seed 3", "--seed 0", "--temperature 0", "--engine vllm")
+        ),
+        (
+            "capture --model scripted --env gspo/Lookup-v0 --out x --temperature 0",
+            "samples nothing",
+        ),
+        ("play --temperature 0", "temperature is 0.0, and no model plays; expected --model"),
+        ("play --max-turn-tokens 3", "max_turn_tokens is 3, and no model plays; expected --model"),
         ("evaluate runs/a --temperature nan", "--temperature is 'nan'; expected a valid number"),
         ("evaluate runs/a --show -1", "show is -1; expected a number greater than or equal to 0"),
         ("play --max-turn-tokens -1", "--max-turn-tokens is -1; expected a number"),

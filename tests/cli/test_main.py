@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,17 @@ from support.cli_errors import refused
 from support.jails import run_python
 from support.runs import write_env
 
+from gspo_env.cli.evaluate import print_scores
 from gspo_env.cli.main import main, parse
 from gspo_env.config import Config, read_toml
 from gspo_env.credit import GroupGAE
+from gspo_env.env.registration import load_agent
+from gspo_env.errors import RolloutError
 from gspo_env.learner import GRPO
 from gspo_env.model.load import save_model
 from gspo_env.registry import BUILTIN
 from gspo_env.tracking.base import flatten
+from gspo_env.types import Ending, Fault, StopReason
 
 ENV = """
 from gspo_env import TextEnv
@@ -134,6 +139,18 @@ def test_a_broken_environment_is_one_sentence_and_leaves_nothing(capsys, tmp_pat
     write_env(tmp_path / "own.py", f"return {result}")
     assert words in refused(capsys, "train", "--env", "own.py:Own")
     assert {path.name for path in tmp_path.iterdir()} <= {"own.py", "__pycache__"}
+
+
+def test_an_evaluation_that_loses_every_episode_says_so():
+    agent = load_agent("scripted")("gspo/Lookup-v0")
+    fault = Fault(reason=StopReason.CRASH, message="its process ended", where="exit code 1")
+    ending = Ending(reason=StopReason.CRASH, fault=fault)
+    groups = [
+        replace(group, episodes=tuple(replace(e, ending=ending) for e in group.episodes))
+        for group in agent.evaluate(2, 3)
+    ]
+    with pytest.raises(RolloutError, match="all 6 episodes failed in their environment"):
+        print_scores(groups, agent.split(2))
 
 
 def test_an_output_that_cannot_be_written_is_one_sentence(capsys, tmp_path):

@@ -48,4 +48,4 @@ def test_a_preflight_counts_the_time_in_which_the_gpu_still_computes(monkeypatch
     with pretend_gpu():
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: time.sleep(0.2))
         agent = GSPOAgent(config=tiny(**SHORT, learner={"minibatches": 2}))
-        assert estimate(agent, ()).update > 2 * 0.15
+        assert estimate(agent, ()).seconds > 2 * 0.15
