@@ -18,6 +18,7 @@ from support.chat_families import FAMILIES
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification
 
+from gspo_env.chat.transcript import first_messages
 from gspo_env.check.environment import check_env
 from gspo_env.env.base import Action
 from gspo_env.env.info import parse_reset, read_prompt
@@ -27,6 +28,7 @@ from gspo_env.recipes.build import build_model, build_tokenizer
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.registry import load_function
 from gspo_env.seeding import HELD_OUT
+from gspo_env.types import ToolCall
 from gspo_envs.data.rewards import Attempt, RewardModel, Rewards, conversation_encoder, load_reward
 from gspo_envs.data.rows import TaskRows
 
@@ -123,12 +125,50 @@ def test_a_column_that_no_prompt_has_is_said_once(caplog, column):
     assert caplog.text.count(f"have a column '{column}', which is not read: set ") == 1
 
 
-def test_calls_in_a_prompt_are_refused_and_in_its_reference_answer_left_out():
-    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+def called(name, arguments, number):
+    function = {"name": name, "arguments": arguments}
+    call = {"id": f"call{number}", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def result(text, number):
+    return {"role": "tool", "content": text, "tool_call_id": f"call{number}"}
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
+@pytest.mark.parametrize("last", [[], [{"role": "user", "content": "And warm?"}]])
+@pytest.mark.parametrize("kind", [list, json.dumps, np.array])
+def test_the_history_of_a_row_may_have_tool_calls_and_their_results(system, last, kind):
+    user = {"role": "user", "content": "Is it cold?"}
+    history = [user, called("weather", {"city": "Oslo"}, 1), result("3 degrees", 1)]
+    history += [called("weather", '{"city": "Rome"}', 2), result("9 degrees", 2)]
+    reference = {"role": "assistant", "content": "Yes."}
+    asked = last and [reference, *last]
+    chat = [*system, *history, *asked, reference]
+    env = make([{"messages": kind(chat)}], lambda attempt: float(attempt.text == "Yes."))
+    observation, info = parse_reset("d", env.reset(seed=0))
+    assert observation == (last[0]["content"] if last else "9 degrees")
+    prompt = read_prompt(env, info)
+    assert prompt.system == ("Be brief." if system else None)
+    messages = first_messages(prompt, observation)[bool(system) :]
+    assert [m.role for m in messages] == [m["role"] for m in [*history, *asked]]
+    assert [m.tool_calls for m in messages if m.tool_calls] == [
+        (ToolCall(name="weather", arguments={"city": city}, id=f"call{n}"),)
+        for n, city in ((1, "Oslo"), (2, "Rome"))
+    ]
+    assert [m.tool_call_id for m in messages if m.role == "tool"] == ["call1", "call2"]
+    assert env.step("Yes.")[1] == 1.0
+
+
+def test_calls_in_a_reference_answer_are_left_out_and_a_malformed_history_is_refused():
     user = {"role": "user", "content": "one"}
-    assert make([{"messages": [user, called]}], lambda attempt: 1.0).reset(seed=0)[0] == "one"
-    with pytest.raises(ConfigError, match="has an answer with tool calls"):
-        make([{"messages": [user, called, user]}], lambda attempt: 1.0).reset(seed=0)
+    call = called("f", {}, 1)
+    assert make([{"messages": [user, call]}], lambda attempt: 1.0).reset(seed=0)[0] == "one"
+    for chat in ([user, {**call, "tool_calls": [{}]}, user], [call, result("x", 1)]):
+        with pytest.raises(ConfigError, match="column messages of row 0"):
+            make([{"messages": chat}], lambda attempt: 1.0).reset(seed=0)
+    with pytest.raises(ConfigError, match="chat is 'turns'"):
+        make([{"messages": [user, call, user]}], lambda a: 1.0, chat="turns").reset(seed=0)
 
 
 @pytest.mark.adapters

@@ -19,8 +19,10 @@ from gspo_envs.data.rows import (
     COLUMNS,
     Message,
     TaskRows,
+    as_chat,
     as_list,
     begin_chat,
+    has_calls,
     is_text,
     prompt_column,
     read_chat,
@@ -184,7 +186,7 @@ class DatasetEnv(ToolEnv):
         if not answers:
             raise NotImplementedError("the dataset holds no answers: no completion, no assistant")
         answered = sum(m["role"] == "assistant" for m in self._messages)
-        return answers[min(answered, len(answers) - 1)]
+        return str(answers[min(answered, len(answers) - 1)])
 
     def _reply(self) -> str | None:
         if self.reply is None:
@@ -220,6 +222,8 @@ class DatasetEnv(ToolEnv):
         where = f"Dataset: column {column} of row {index}"
         if self._plain and self.chat == "turns":
             raise ConfigError(f"{where} is a text, but chat is 'turns'; expected messages.")
+        if self.chat == "turns" and has_calls(as_chat(value)):
+            raise ConfigError(f"{where} has tool calls, but chat is 'turns'; expected 'context'.")
         system, messages = read_chat(value, where)
         self.system_prompt = self._system if system is None else system
         if messages[-1]["role"] == "assistant":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import json
 import os
 import re
@@ -35,7 +36,7 @@ _MAX_TEXT, _MAX_UNPACKED = 1 << 30, 1 << 33
 """Bytes of a text file, whose rows take many times as much memory, and of an unpacked Parquet
 file; others may have written both."""
 
-Message = dict[str, str]
+Message = dict[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -95,12 +96,16 @@ def _count(rows: int, share: float) -> int:
 
 
 def read_chat(value: Any, where: str) -> tuple[str | None, list[Message]]:
-    """Parses a prompt: its system message, and the alternating user and assistant messages.
+    """Parses a prompt: its system message, and the messages that follow.
+
+    They are the user's and the assistant's in turn, or also tool calls and their results.
 
     Raises:
         ConfigError: It is neither a string nor such a chat.
     """
     value = as_chat(value)
+    if has_calls(value):
+        return _read_history(value, where)
     chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
     messages, system = _messages(chat, where), None
     if messages and messages[0]["role"] in ("system", "developer"):
@@ -114,13 +119,36 @@ def read_chat(value: Any, where: str) -> tuple[str | None, list[Message]]:
     return system, messages
 
 
+def has_calls(chat: Any) -> bool:
+    """Returns whether tools are called in a chat, its reference answer aside."""
+    if not isinstance(chat, (list, tuple)) or not all(isinstance(m, Mapping) for m in chat):
+        return False
+    last = len(chat) - (bool(chat) and chat[-1].get("role") == "assistant")
+    return any(m.get("role") == "tool" or as_list(m.get("tool_calls")) for m in chat[:last])
+
+
+def _read_history(chat: Any, where: str) -> tuple[str | None, list[Message]]:
+    """Parses a chat in OpenAI's format in which tools are called."""
+    from gspo_env.serving import RefusedError
+    from gspo_env.serving.dialects.chat import read_messages
+
+    try:
+        read = read_messages(json.loads(as_json(chat)), needs_ids=False)
+    except RefusedError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    system = read.pop(0).content if read[0].role == "system" else None
+    if read[0].role != "user":
+        raise ConfigError(f"{where} begins with {read[0].role!r}; expected a message of the user")
+    return system, [dataclasses.asdict(message) for message in read]
+
+
 def begin_chat(messages: Sequence[Message], index: int, row: Any) -> ResetResult:
     """Returns the result of `reset` for a row's chat; the last message is the observation."""
     info: dict[str, Any] = {"row": index}
     if (key := _row_key(row)) is not None:
         info["task_key"] = key
-    if len(messages) > 1:
-        info["messages"] = list(messages[:-1])
+    if len(messages) > 1:  # with tool calls, the whole conversation
+        info["messages"] = list(messages if has_calls(messages) else messages[:-1])
     return messages[-1]["content"], info
 
 
@@ -376,10 +404,10 @@ def _messages(value: Any, where: str) -> list[Message]:
     read: list[Message] = []
     for message in value:
         role, content = speaker_and_text(message)
+        if content is None and as_list(message.get("tool_calls")):  # a reference answer
+            content = ""
         if not isinstance(role, str) or not isinstance(content, str):
             raise ConfigError(f"{where} has the message {message!r}, expected a role and a text.")
-        if message is not value[-1] and as_list(message.get("tool_calls")):
-            raise ConfigError(f"{where} has an answer with tool calls, expected answers in text.")
         content = clean(content)
         if read and read[-1]["role"] == role:
             read[-1]["content"] += f"\n\n{content}"
