@@ -13,13 +13,14 @@ from gspo_env.compare.stats import paired_interval
 
 
 def curves(folder, metric):
-    """The values of a metric by problem, arm and seed."""
+    """The values of a metric by problem, arm and seed, of the runs that did not fail."""
     series = {}
     for result in sorted(Path(folder).glob("runs/*/*/*/result.json")):
-        history = json.loads(result.read_text())["history"]
+        tree = json.loads(result.read_text())
         problem, arm, seed = result.parts[-4:-1]
-        values = [metrics[metric] for _, metrics in history if metric in metrics]
-        series.setdefault(problem, {}).setdefault(arm, {})[seed] = values
+        values = [metrics[metric] for _, metrics in tree["history"] if metric in metrics]
+        if values and not tree["error"]:
+            series.setdefault(problem, {}).setdefault(arm, {})[seed] = values
     return series
 
 
