@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import os
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -237,8 +238,12 @@ def read_log(folder: Path) -> list[tuple[str, str]]:
 
 def print_counts(
     log: list[tuple[str, str]], attempts: list[tuple[str, StopReason]], counted: float
-) -> None:
-    """Compares each failure in the log with the attempt of the same environment."""
+) -> bool:
+    """Compares each failure in the log with the attempt of the same environment.
+
+    Returns:
+        Whether each is counted for what it is.
+    """
     reasons = {name: reason for name, reason in attempts if name}
     rows: dict[str, Counter[str]] = defaultdict(Counter)
     for kind, name in log:
@@ -256,18 +261,27 @@ def print_counts(
     print(
         f"all             {len(log):8}  {len(attempts)} failed attempts, {counted:.0f} in metrics"
     )
+    return counted == len(attempts) and all(
+        row["as expected"] == row["injected"] for kind, row in rows.items() if kind in EXPECTED
+    )
 
 
-def print_quarters(folder: Path) -> None:
-    """Prints what the process held."""
+def print_quarters(folder: Path) -> bool:
+    """Prints what the process held; returns whether it held no more in the last quarter."""
     lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     print("quarter  resident MiB  files  threads  children  (medians)")
-    for number, quarter in enumerate(np.array_split(lines, 4), 1):
-        held = {key: np.median([line[key] for line in quarter]) for key in quarter[0]}
+    quarters = [
+        {key: float(np.median([line[key] for line in quarter])) for key in quarter[0]}
+        for quarter in np.array_split(lines, 4)
+    ]
+    for number, held in enumerate(quarters, 1):
         print(
             f"{number:7}  {held['resident'] / 2**20:12.1f}  {held['files']:5.0f}"
             f"  {held['threads']:7.0f}  {held['children']:8.0f}"
         )
+    second, last = quarters[1], quarters[3]
+    grown = {key for key in ("files", "threads", "children") if last[key] > second[key] + 8}
+    return not grown and last["resident"] < 1.1 * second["resident"]
 
 
 def play(agent: GSPOAgent, tasks: int, size: int) -> list[Episode]:
@@ -314,8 +328,8 @@ def curve(history: list[tuple[int, dict[str, float]]]) -> str:
     return " ".join(f"{np.mean(part):.0%}" for part in parts)
 
 
-def main() -> None:
-    """Runs the training and prints the figures."""
+def main() -> int:
+    """Runs the training and prints the figures; returns 1 if one of them is wrong."""
     arguments = options()
     folder = Path(tempfile.mkdtemp(prefix="gspo-soak-"))
     os.environ[SAMPLES] = str(folder / "samples.jsonl")
@@ -326,7 +340,9 @@ def main() -> None:
     before = len(read_log(folder))
     history: Any = agent.train()
     print(f"{arguments.steps} steps in {time.perf_counter() - started:.0f} s, in {folder}")
-    print_quarters(folder)
+    # a short run is still warming up, and threads that hang stay
+    is_long, hangs = arguments.steps >= 100, arguments.faults and arguments.hangs
+    right = print_quarters(folder) or not is_long or bool(hangs)
     success = [metrics["eval/success"] for _, metrics in history if "eval/success" in metrics]
     print(f"success {success[0]:.1%} before, {success[-1]:.1%} after; in training {curve(history)}")
     counted = {
@@ -336,13 +352,14 @@ def main() -> None:
     print("counted: " + ", ".join(f"{name} {value:.0f}" for name, value in counted.items()))
     if arguments.faults:
         failures = counted["env_errors"] + counted["env_timeouts"]
-        print_counts(read_log(folder)[before:], agent.attempts.failed, failures)
+        right &= print_counts(read_log(folder)[before:], agent.attempts.failed, failures)
     waits = [metrics.get("rollout/stop/timeout", 0.0) for _, metrics in history]
     cut = arguments.tasks * arguments.group * sum(waits)
     print(f"cut by the clock while the policy was waiting: {cut:.0f} episodes")
     if arguments.faults and arguments.lengths:
         print_lengths(agent, arguments)
+    return int(not right)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

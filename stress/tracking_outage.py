@@ -113,7 +113,7 @@ def received(uri: str, run: Path) -> Counter[tuple[str, int, int, float]]:
 
 
 def main() -> None:
-    """Trains, and says what arrived."""
+    """Trains, and says what arrived; exit code 1 if that is not every point once."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--outages", type=int, default=2)
@@ -144,6 +144,7 @@ def main() -> None:
             f"exit code {ended}; {want.total():,} points written, {have.total():,} found, "
             f"{(want - have).total()} missing, {(have - want).total()} too many"
         )
+    sys.exit(ended != 0 or not want or have != want)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def read_prompt(env: TextEnvironment, info: ResetInfo | None = None) -> Prompt:
     them.
 
     Raises:
-        EnvironmentContractError: The system prompt is no text, or a tool is no `Tool`.
+        EnvironmentContractError: The system prompt is not text, or a tool is not a `Tool`.
     """
     info = info or ResetInfo()
     name = env.spec.id if env.spec else type(env.unwrapped).__name__
@@ -195,8 +195,8 @@ def read_message(value: Any) -> Message:
     """Returns the message with the fields of a mapping.
 
     Raises:
-        TypeError: It is no mapping, or a field is missing.
-        ValueError: Its role is none.
+        TypeError: It is not a mapping, or a field is missing.
+        ValueError: Its role is unknown.
     """
     if not isinstance(value, Mapping):
         raise TypeError
@@ -283,7 +283,7 @@ def _fault(env_id: str, what: str, got: object, expected: str) -> EnvironmentCon
         kind, got = f"{kind} with {len(got):,} characters", got[:80]
     try:
         shown = repr(got)
-    except Exception:  # a `__repr__` that raises is no second fault
+    except Exception:  # a `__repr__` that raises is not a second fault
         shown = "a value"
     if len(shown) > 80:
         shown = shown[:77] + "..."

@@ -123,7 +123,7 @@ def resolve_env(spec: str | type) -> str:
         raise UnknownEnvironmentError(f"no environment is named {spec!r}{_near(spec)}")
     if source in registry:
         raise UnknownEnvironmentError(
-            f"{name!r} behind {source!r} is no weight; expected a number above 0, and each of "
+            f"{name!r} behind {source!r} is not a weight; expected a number above 0, and each of "
             "several environments as an argument of its own"
         )
     try:
@@ -159,7 +159,7 @@ def make_env(spec: str | type, **kwargs: Any) -> gymnasium.Env[str, str]:
 
     Raises:
         UnknownEnvironmentError: Nothing has that name.
-        ConfigError: It is no specification, or the environment does not take the arguments.
+        ConfigError: It is not a specification, or the environment does not take the arguments.
         EnvironmentContractError: Its observations or actions are not text.
     """
     env_id = resolve_env(spec)

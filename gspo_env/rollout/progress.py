@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 Cause = Literal["the engine", "their environments"]
 
 STALL_SECONDS = 60.0
-"""Default of the seconds without progress after which the log says what is waited for."""
+"""Seconds without progress before the log names what it is waiting for."""
 
 
 @dataclass(slots=True)

@@ -214,7 +214,7 @@ class _Watch:
         for entry in stack:
             inside.append(entry)
             if entry.filename == __file__:
-                inside.clear()  # what calls environments is no code of theirs
+                inside.clear()  # what calls environments is not their code
         line = _environment_line(inside)
         return f" ({line})" if line else ""
 

@@ -76,7 +76,7 @@ def test_flags_a_file_and_python_name_the_same_mixture(tmp_path):
 
 @pytest.mark.parametrize("env", ["gspo/Lookup-v0:half", "gspo/Lookup-v0:0.7 gspo/Wordle-v0:0.3"])
 def test_what_is_no_weight_behind_an_id_is_named(env):
-    with pytest.raises(UnknownEnvironmentError, match="behind 'gspo/Lookup-v0' is no weight"):
+    with pytest.raises(UnknownEnvironmentError, match="behind 'gspo/Lookup-v0' is not a weight"):
         resolve_env(read_members(env)[0].spec)
 
 
