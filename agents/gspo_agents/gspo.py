@@ -50,7 +50,6 @@ from gspo_env.model.load import (
 from gspo_env.model.threads import is_small, use_threads
 from gspo_env.recipes.teacher import training_tasks
 from gspo_env.redaction import write_text
-from gspo_env.registry import load_function
 from gspo_env.rollout.collector import Collector
 from gspo_env.seeding import derive_seed
 from gspo_env.tracking.base import MODEL
@@ -167,7 +166,8 @@ class GSPOAgent:
             check = partial(check_start, undemonstrated=self._undemonstrated)
             findings = self.environments.guard(check, config, self.environments.envs, self.chat)
             if self._ranks is None and not is_small(self.model):
-                preflight = load_function("gspo_agents.preflight:check", "preflight")
+                from gspo_agents.preflight import check as preflight
+
                 findings += preflight(self, self._start.episodes if self._start else ())
         mode = decide_mode(self.model, config)
         if resumed is not None:
@@ -456,7 +456,8 @@ class GSPOAgent:
     def _gather(self) -> None:
         """Plays or reads what a model that the config names imitates; does so once."""
         if self._imitates:
-            gather = load_function("gspo_agents.demonstrations:gather", "recipe")
+            from gspo_agents.demonstrations import gather
+
             shown = gather(self)
             self._start = Start(model=self.model, tokenizer=self.tokenizer, episodes=shown)
             if not self.config.learner.lora_rank:

@@ -126,7 +126,9 @@ def check_engine(config: Config, ranks: Ranks | None = None) -> None:
             "--addresses of servers that all machines reach: those that a run starts listen on "
             "this machine only"
         )
-    load_function("gspo_env.distributed.ray:require_ray", "workers")()
+    from gspo_env.distributed.ray import require_ray
+
+    require_ray()
 
 
 def check_learning(model: Any, config: Config, chat: ChatTokenizer) -> None:
@@ -158,7 +160,9 @@ def decide_mode(model: Any, config: Config) -> RunMode:
     """Decides how the model is run; warns if the slower way is needed."""
     decide: Any = check_model
     if isinstance(config.engine, Transformers):
-        decide = load_function("gspo_env.engines.embedded.start:check_engine", "engine")
+        from gspo_env.engines.embedded.start import check_engine
+
+        decide = check_engine
     mode: RunMode = decide(model, max_context=config.rollout.max_context).mode
     return mode
 
@@ -212,7 +216,8 @@ def open_collector(
         collector = Collector(start_engine(), chat, pool, limits, vocab_size)
         yield config.compaction.wrap(collector)
         return
-    open_workers = load_function("gspo_env.distributed.ray:open_workers", "workers")
+    from gspo_env.distributed.ray import open_workers
+
     make = partial(make_pool, config)
     with open_workers(start_engine, chat, pool, limits, vocab_size, make) as collector:
         yield config.compaction.wrap(collector)
@@ -227,7 +232,9 @@ def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trai
         ranks: Those of the run, of which this is the first; None for one process.
     """
     if ranks is not None:
-        make: Any = load_function("gspo_env.distributed.controller:make_controller", "learner")
+        from gspo_env.distributed.controller import make_controller
+
+        make: Any = make_controller
         controller: Trainer = make(ranks, model, config)
         return controller
     return Learner(model, **learner_arguments(config))

@@ -10,7 +10,6 @@ from typing import Any
 from gspo_env import __version__
 from gspo_env.cli.options import Run
 from gspo_env.redaction import visible
-from gspo_env.registry import load_function
 from gspo_env.settings import settings
 from gspo_env.trust import check_model, find_saved
 
@@ -37,7 +36,9 @@ class Train(Run):
     def run(self) -> None:
         """Trains, in this process or as one of several that torchrun started."""
         if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            load_function("gspo_env.distributed.controller:run_as_rank", "launch")(self._train)
+            from gspo_env.distributed.controller import run_as_rank
+
+            run_as_rank(self._train)
         else:
             self._train()
 
@@ -57,7 +58,8 @@ class Train(Run):
         together, run = {}, self.resume
         if ranks is not None:
             together["ranks"] = ranks
-            restarted_run = load_function("gspo_env.distributed.controller:restarted_run", "launch")
+            from gspo_env.distributed.controller import restarted_run
+
             run = restarted_run(config) or run
         if not run:
             kind(config=config, **together).train()

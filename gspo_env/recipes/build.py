@@ -29,7 +29,6 @@ from gspo_env.learner.learner import Learner
 from gspo_env.learner.losses import GSPO
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Show
-from gspo_env.registry import load_function
 from gspo_env.rollout.failures import FaultLog, refuse_failures
 from gspo_env.rollout.play import Policy, PolicyOutput, demonstrator, look
 from gspo_env.rollout.pool import play_alone
@@ -137,7 +136,9 @@ def build(
         ConfigError: The conversations of the config cannot be read.
     """
     if config.conversations:
-        read = load_function("gspo_env.recipes.conversations:read_for_building", "recipe")
+        from gspo_env.recipes.conversations import read_for_building
+
+        read = read_for_building
         words, tokens, episodes = read(config, "+".join(envs))
         tokenizer = build_tokenizer(words, tokens)
         model = build_model(config, len(tokenizer), tokenizer.eos_token_id, seed)

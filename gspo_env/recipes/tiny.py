@@ -9,7 +9,6 @@ from annotated_types import Ge, Gt, Interval
 
 from gspo_env.errors import ConfigError
 from gspo_env.recipes.base import Recipe, Show
-from gspo_env.registry import load_function
 from gspo_env.settings import settings
 
 if TYPE_CHECKING:
@@ -88,6 +87,7 @@ class Tiny(Recipe):
 
     def babble(self, envs: Mapping[str, TextEnvironment], seed: int, show: Show) -> list[Episode]:
         """Makes short random actions to imitate, so that the model learns to end its turns."""
-        babble = load_function("gspo_env.recipes.babble:babble", "recipe")
+        from gspo_env.recipes.babble import babble
+
         count = max(1, self.demonstrations // len(envs))
         return [e for n, env in envs.items() for e in babble(env, n, count, seed, show)]
