@@ -186,7 +186,7 @@ class Played:
         return str(observation)
 
     def _call(self, name: str, **arguments: str) -> str:
-        from gspo_env.env.tools import format_tool_call
+        from gspo_env.tools.tool import format_tool_call
 
         return self._act(format_tool_call(name, arguments))
 

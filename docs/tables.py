@@ -17,9 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gspo_env.chat import ChatTokenizer
-from gspo_env.env.tools import as_tool, tool
 from gspo_env.episodes import schema
-from gspo_env.tool_calls import MARKS, parse_tool_calls
+from gspo_env.tools.calls import parse_tool_calls
+from gspo_env.tools.formats import FORMATS as MARKS
+from gspo_env.tools.tool import as_tool, tool
 from gspo_env.types import ResetInfo, StepInfo, ToolCall
 
 FOLDER = Path(__file__).parent

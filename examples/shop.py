@@ -1,7 +1,7 @@
 """A domain of your own for `gspo/Dialogue-v0`: `--env-kwargs domain=examples/shop.py:Shop`."""
 
 from gspo_env import tool
-from gspo_env.env.tools import ToolCall
+from gspo_env.types import ToolCall
 from gspo_envs.dialogue.task import DialogueTask, Domain, Fact
 
 ITEMS = ["lamp", "chair", "table", "clock", "mirror", "sofa", "shelf", "vase"]

@@ -10,10 +10,6 @@ from .env.registration import make_env as make_env
 from .env.registration import register_builtin as register_builtin
 from .env.registration import resolve_env as resolve_env
 from .env.tool_env import ToolEnv as ToolEnv
-from .env.tools import Tool as Tool
-from .env.tools import ToolCall as ToolCall
-from .env.tools import format_tool_call as format_tool_call
-from .env.tools import tool as tool
 from .errors import BatchError as BatchError
 from .errors import ChatTemplateError as ChatTemplateError
 from .errors import ConfigError as ConfigError
@@ -30,10 +26,14 @@ from .errors import ToolServerError as ToolServerError
 from .errors import UnknownEnvironmentError as UnknownEnvironmentError
 from .learner.learner import Learner as Learner
 from .learner.padded_loss import policy_loss as policy_loss
-from .tool_calls import ToolCallError as ToolCallError
+from .tools.arguments import ToolCallError as ToolCallError
+from .tools.tool import Tool as Tool
+from .tools.tool import format_tool_call as format_tool_call
+from .tools.tool import tool as tool
 from .types import Episode as Episode
 from .types import Group as Group
 from .types import StopReason as StopReason
 from .types import Task as Task
 from .types import Timing as Timing
+from .types import ToolCall as ToolCall
 from .types import Turn as Turn

@@ -25,7 +25,7 @@ from gspo_env.env.base import extract_tag
 from gspo_env.env.info import parse_step
 from gspo_env.env.registration import _BUILTIN
 from gspo_env.errors import GspoEnvError
-from gspo_env.tool_calls import parse_message, parse_tool_calls
+from gspo_env.tools.calls import parse_message, parse_tool_calls
 
 KWARGS: dict[str, dict[str, Any]] = {
     "gspo/Dataset-v0": {"data": [{"prompt": f"What is {n} + 1?"} for n in range(9)], "max_turns": 3}

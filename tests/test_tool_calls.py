@@ -14,14 +14,15 @@ from support.turns import episode
 
 from gspo_env.cli.capture import to_lines
 from gspo_env.env.base import Action
-from gspo_env.env.tools import Tool, format_tool_call
 from gspo_env.episodes.writer import tool_calls
 from gspo_env.serving import RefusedError, Request
 from gspo_env.serving.dialects.chat import Chat
 from gspo_env.serving.dialects.messages import Messages
 from gspo_env.serving.dialects.responses import Responses
 from gspo_env.serving.fields import parse_json
-from gspo_env.tool_calls import ToolCallError, parse_message, parse_tool_calls, read_action
+from gspo_env.tools.arguments import ToolCallError
+from gspo_env.tools.calls import parse_message, parse_tool_calls, read_action
+from gspo_env.tools.tool import Tool, format_tool_call
 from gspo_env.types import Message, Prompt, ResetInfo, ToolCall, Turn
 from gspo_envs.program.env import to_reply
 from gspo_envs.tools.sql import SQLEnv
@@ -328,7 +329,7 @@ def test_hostile_text_is_never_an_error(text):
         *("```\nlook(word='a')\n```", "<code>\nlook(", "<code>\nleave()\n</code>\n"),
         *("functions.look(", "<tool_use>", "<tool_use><name>look</name>", "<tool_use><name>"),
         *("<invoke><tool_name>look", "<tool_use><name>look</name><input><a>", '{"tool_uses": ['),
-        "<look><word><word>",
+        *("<look><word><word>", "<look><word></look>", "<function=a><parameter=b></function>"),
     ],
 )  # fmt: skip
 def test_a_megabyte_of_hostile_text_is_read_once(unit):
@@ -347,7 +348,10 @@ def test_100_000_closing_marks_around_a_call_are_read_once(call, closing):
         parse_tool_calls(text, TOOLS)  # a quadratic search takes minutes
 
 
-@pytest.mark.parametrize("start", ["look(", "look(word=", "<look ", "```\n"])
+@pytest.mark.parametrize(
+    "start",
+    ["look(", "look(word=", "<look ", "```\n", "<tool_use><name>", "<function=", "<tool_call>look"],
+)
 @pytest.mark.parametrize("unit", [" ", "a-", "a.", "a--", "\t\n"])
 def test_a_call_of_100_000_signs_that_never_ends_is_read_once(start, unit):
     text = start + unit * (100_000 // len(unit)) + "!"

@@ -1,13 +1,12 @@
 """Calls that nothing marks but the name of a tool: in Python, in blocks of code and in tags."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
-from support.jails import run_python
 from support.shop import TOOLS, as_text, step
 
-from gspo_env.tool_calls import ToolCallError, parse_message, parse_tool_calls, read_action
+from gspo_env.tools.arguments import ToolCallError
+from gspo_env.tools.calls import parse_message, parse_tool_calls, read_action
 from gspo_env.types import ToolCall
 from gspo_envs.program.env import to_reply
 
@@ -241,17 +240,6 @@ def test_a_call_without_a_mark_in_reasoning_that_nothing_follows_is_an_error(bar
         assert "in the reasoning" in error.message
     assert parse_tool_calls(f"<think>I leave.\n{bare}</think>No.", TOOLS) == []
     assert parse_tool_calls("<think>I could call leave() or not.", TOOLS) == []
-
-
-def test_a_text_without_such_a_call_does_not_load_its_reader():
-    code = (
-        "import sys, test_tool_names as t; from gspo_env.tool_calls import parse_tool_calls as p\n"
-        "assert p('I look.', t.TOOLS) == []; assert 'gspo_env.tool_formats' not in sys.modules\n"
-        "assert p(f'I look. {t.MARKED}', t.TOOLS) == [t.LOOK]\n"
-        "assert 'gspo_env.tool_names' not in sys.modules\n"
-        "assert p('leave()', t.TOOLS) == [t.LEAVE]; assert 'gspo_env.tool_names' in sys.modules"
-    )
-    run_python("-c", code, check=True, cwd=Path(__file__).parent)
 
 
 def test_a_block_of_code_before_the_last_is_counted_and_not_lost():

@@ -13,7 +13,7 @@ from typing import Any
 from gspo_env.chat.encode import BoundedCache, TextEncoder, map_texts
 from gspo_env.env.base import clean
 from gspo_env.registry import load_function
-from gspo_env.tool_calls import MOST_THOUGHTS, REASONING
+from gspo_env.tools.calls import MOST_THOUGHTS, REASONING
 from gspo_env.types import Message
 
 _CACHE_BYTES = 1 << 24

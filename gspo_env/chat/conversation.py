@@ -19,7 +19,7 @@ from typing import Any
 from gspo_env.chat.action import ParsedAction, message_for_template
 from gspo_env.chat.transcript import ChatTokenizer, first_messages, is_whole
 from gspo_env.errors import PromptLengthError
-from gspo_env.tool_calls import parse_message
+from gspo_env.tools.calls import parse_message
 from gspo_env.types import Episode, Fork, Message, Prompt, ResetInfo, Role, StepInfo, Turn
 
 _MOST_SESSIONS = 4

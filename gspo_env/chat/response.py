@@ -8,7 +8,7 @@ from typing import Any
 
 from gspo_env.chat.action import REASONING_KEYS, calls_for_template, name_and_arguments
 from gspo_env.chat.encode import TextEncoder, drop_marks, map_texts
-from gspo_env.tool_calls import parse_message, read_calls
+from gspo_env.tools.calls import parse_message, read_calls
 from gspo_env.types import Message, ToolCall
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from gspo_env.chat.encode import BoundedCache, TextEncoder, drop_marks, map_text
 from gspo_env.env.base import clean
 from gspo_env.errors import ChatTemplateError, TemplateBoundsError
 from gspo_env.registry import load_function
-from gspo_env.tool_calls import parse_tool_calls
+from gspo_env.tools.calls import parse_tool_calls
 from gspo_env.types import ToolCall
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_env.env.base import MAX_TEXT_LENGTH
-from gspo_env.env.tools import Tool, format_tool_call
 from gspo_env.errors import ConfigError
+from gspo_env.tools.tool import Tool, format_tool_call
 from gspo_env.types import Episode
 
 HOSTILE = (

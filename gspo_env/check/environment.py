@@ -28,12 +28,12 @@ from gspo_env.credit.scores import ScoreChoice
 from gspo_env.env.base import Action, TextEnv, attribute, clean
 from gspo_env.env.info import declared_score, parse_step
 from gspo_env.env.registration import make_env
-from gspo_env.env.tools import Tool
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
 from gspo_env.health.findings import Finding
 from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, play
 from gspo_env.runtime.threads import EnvThread, attempt, watched
 from gspo_env.seeding import global_generators_kept
+from gspo_env.tools.tool import Tool
 from gspo_env.types import Episode, Prompt, ResetInfo, Score, StepInfo, Task
 
 Policy = Callable[[random.Random, str], str]

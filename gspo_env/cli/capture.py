@@ -20,7 +20,7 @@ from gspo_env.registry import load_function
 from gspo_env.settings import settings
 
 if TYPE_CHECKING:
-    from gspo_env.env.tools import Tool
+    from gspo_env.tools.tool import Tool
     from gspo_env.types import Episode, Group, Message, ResetInfo, StepInfo, Turn
 
 logger = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ def _messages(episode: Episode) -> list[Message]:
 def _answer(turn: Turn, tools: Sequence[Tool]) -> Message:
     """Returns the action of a turn as a message."""
     from gspo_env.env.base import clean
-    from gspo_env.tool_calls import read_action
+    from gspo_env.tools.calls import read_action
 
     text = clean(turn.text)
     return read_action(text, tools, turn.message, in_reasoning=turn.in_reasoning)[0]

@@ -252,8 +252,8 @@ def _special(line: str, now: PolicyInput) -> str:
         ConfigError: It is neither a command nor a call of a tool.
     """
     from gspo_env.cli.options import literal
-    from gspo_env.env.tools import format_tool_call
     from gspo_env.rollout.play import demonstrator
+    from gspo_env.tools.tool import format_tool_call
 
     try:
         name, *rest = shlex.split(line[1:]) or [""]

@@ -16,17 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from gspo_env.chat.transcript import ChatTokenizer, History
 from gspo_env.engines.vllm.requests import ServerAddress, ServerClient, ServerList
-from gspo_env.env.isolated import described_tool
-from gspo_env.env.tools import Tool
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector, RolloutRequest
 from gspo_env.rollout.failures import FaultLog
 from gspo_env.rollout.pool import EnvPools
 from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.tools.tool import Tool
 from gspo_env.types import Episode, Fault, Group, Task
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """A tool's function belongs to its environment, which stays where it is."""
         if isinstance(value, Tool):
-            return described_tool, (value.name, value.description, value.parameters, value.strict)
+            fields = ("name", "description", "parameters", "strict")
+            return partial(Tool, **{name: getattr(value, name) for name in fields}), ()
         return NotImplemented
 
 

@@ -12,8 +12,3 @@ from .registration import describe_envs as describe_envs
 from .registration import make_env as make_env
 from .registration import resolve_env as resolve_env
 from .tool_env import ToolEnv as ToolEnv
-from .tools import Tool as Tool
-from .tools import ToolCall as ToolCall
-from .tools import ToolCallError as ToolCallError
-from .tools import format_tool_call as format_tool_call
-from .tools import tool as tool

@@ -16,7 +16,7 @@ from gspo_env.runtime.loops import make_synchronous
 from gspo_env.types import Message
 
 if TYPE_CHECKING:
-    from gspo_env.env.tools import Tool
+    from gspo_env.tools.tool import Tool
 
 MAX_TEXT_LENGTH = 16384
 MAX_OBSERVATION = 1_000_000

@@ -11,8 +11,8 @@ from typing import Any, get_args
 import numpy as np
 
 from gspo_env.env.base import MAX_OBSERVATION, TextEnvironment, attribute
-from gspo_env.env.tools import Tool
 from gspo_env.errors import EnvironmentContractError
+from gspo_env.tools.tool import Tool
 from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo, ToolCall
 
 ParsedStep = tuple[str, float, bool, bool, StepInfo]

@@ -19,12 +19,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from gspo_env import errors
 from gspo_env.env.base import Action, Options, ResetResult, StepResult, TextEnv, UnicodeText
-from gspo_env.env.tools import Tool
 from gspo_env.errors import EnvironmentCrashError, EnvironmentHangError, ForeignError
+from gspo_env.tools.tool import Tool
 from gspo_env.types import Episode, Group, Turn
 
 ISOLATED = "GSPO_ENV_ISOLATED"
@@ -169,7 +168,7 @@ class IsolatedEnv(TextEnv):
         """Takes over what the environment declares, and the optional methods that it has."""
         for name in DECLARED:
             setattr(self, name, declarations[name])
-        self.tools = tuple(described_tool(**tool) for tool in declarations["tools"])
+        self.tools = tuple(Tool(**tool) for tool in declarations["tools"])
         self.observation_space = UnicodeText(declarations["max_length"])
         self._methods = methods = declarations["methods"]
         self.group_reward = self._group_reward if "group_reward" in methods else None
@@ -207,7 +206,7 @@ def read_group(value: Any) -> Group:
     """Returns a group that the other process sent; its tools are descriptions."""
 
     def with_tools(episode: Episode) -> Episode:
-        tools = tuple(described_tool(**tool) for tool in episode.prompt.tools)
+        tools = tuple(Tool(**tool) for tool in episode.prompt.tools)
         return replace(episode, prompt=replace(episode.prompt, tools=tools))
 
     group = TypeAdapter(Group).validate_python(value)
@@ -254,29 +253,9 @@ def _with_tools(info: dict[str, Any]) -> dict[str, Any]:
     """Returns the `info` with the tools that it lists."""
     if info.get("tools") is None:
         return info
-    return {**info, "tools": [described_tool(**tool) for tool in info["tools"]]}
+    return {**info, "tools": [Tool(**tool) for tool in info["tools"]]}
 
 
 def describe_tool(tool: Tool) -> dict[str, Any]:
-    """Returns what another process needs to know of a tool, for `described_tool`."""
+    """Returns what another process needs to know of a tool, as the fields of `Tool`."""
     return {n: getattr(tool, n) for n in ("name", "description", "parameters", "strict")}
-
-
-def described_tool(
-    name: str, description: str, parameters: dict[str, Any], strict: bool = False
-) -> Tool:
-    """Returns a tool that the policy reads; the process of its environment calls it."""
-    return Tool(
-        name=name,
-        description=description,
-        parameters=parameters,
-        function=_call_elsewhere,
-        validator=TypeAdapter(dict[str, Any]),
-        strict=strict,
-    )
-
-
-def _call_elsewhere(**arguments: Any) -> str:
-    raise NotImplementedError(
-        "the tools of an environment in another process are called by its step()"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 import reprlib
@@ -17,11 +16,13 @@ from uuid import UUID
 import numpy as np
 
 from gspo_env.env.base import Action, StepResult, TextEnv, clean
-from gspo_env.env.tools import Tool, ToolCall, as_tool, tool, tool_methods
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.runtime.loops import settle
 from gspo_env.runtime.threads import foreign, log_once
-from gspo_env.tool_calls import ToolCallError, parse_tool_calls
+from gspo_env.tools.arguments import ToolCallError
+from gspo_env.tools.calls import parse_tool_calls
+from gspo_env.tools.tool import Tool, as_tool, tool, tool_methods
+from gspo_env.types import ToolCall
 
 _TEXTS = (
     str,
@@ -58,13 +59,14 @@ class ToolEnv(TextEnv):
     _functions: tuple[Tool, ...] = ()
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Takes the functions that the class lists as `tools`."""
+        """Takes the functions that the class lists as `tools`, and checks the methods."""
         super().__init_subclass__(**keywords)
         functions = vars(cls).get("tools")
         if isinstance(functions, (list, tuple)):
             named = (f if isinstance(f, Tool) else as_tool(tool(f)) for f in functions)
             cls._functions = tuple(named)
             delattr(cls, "tools")  # the property has them, with the methods
+        tool_methods(cls)
 
     @classmethod
     def declared_tools(cls) -> tuple[Tool, ...]:
@@ -74,12 +76,7 @@ class ToolEnv(TextEnv):
     @cached_property
     def tools(self) -> tuple[Tool, ...]:  # type: ignore[override]
         """The tools, bound to this environment."""
-        return tuple(
-            each
-            if each in self._functions
-            else dataclasses.replace(each, function=each.function.__get__(self))
-            for each in self.declared_tools()
-        )
+        return (*tool_methods(type(self), self), *self._functions)
 
     def step(self, action: str) -> StepResult:
         """Calls the tools of an action, or passes the action to `on_final`.

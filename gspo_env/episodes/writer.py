@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gspo_env.config import EpisodesConfig
-from gspo_env.env.tools import Tool
 from gspo_env.episodes.schema import (
     EPISODE_FIELDS,
     FOLDER,
@@ -28,7 +27,9 @@ from gspo_env.episodes.schema import (
 from gspo_env.files import write_file
 from gspo_env.redaction import redact_text
 from gspo_env.rollout.metrics import Evaluation
-from gspo_env.tool_calls import ToolCallError, parse_tool_calls
+from gspo_env.tools.arguments import ToolCallError
+from gspo_env.tools.calls import parse_tool_calls
+from gspo_env.tools.tool import Tool
 from gspo_env.types import Episode, Group, Message, Turn
 
 if TYPE_CHECKING:

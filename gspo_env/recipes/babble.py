@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from gspo_env.env.base import TextEnvironment
-from gspo_env.env.tools import tool_call_frames
 from gspo_env.recipes.base import Show
 from gspo_env.recipes.build import MAX_LOOKS, first_observations
 from gspo_env.seeding import derive_seed
+from gspo_env.tools.tool import tool_call_frames
 from gspo_env.types import Episode, Task, Turn
 
 _BABBLES = 4

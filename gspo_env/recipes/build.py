@@ -24,7 +24,6 @@ from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.chat.conversation import tokenize
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.env.base import TextEnvironment
-from gspo_env.env.tools import tool_call_frames
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.losses import GSPO
 from gspo_env.learner.settings import LearnerConfig
@@ -34,6 +33,7 @@ from gspo_env.rollout.play import Policy, PolicyOutput, demonstrator, look
 from gspo_env.rollout.pool import play_alone
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.seeding import derive_seed
+from gspo_env.tools.tool import tool_call_frames
 from gspo_env.types import Episode, StopReason, Task, Turn
 
 if TYPE_CHECKING:

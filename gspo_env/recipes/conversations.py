@@ -18,7 +18,6 @@ from typing import Any
 from gspo_env.chat import ChatTokenizer
 from gspo_env.chat.action import message_for_template
 from gspo_env.env.base import clean
-from gspo_env.env.tools import Tool, format_tool_call, tool_call_frames
 from gspo_env.errors import ConfigError
 from gspo_env.given_file import read_given
 from gspo_env.recipes.build import LITERAL, build_tokenizer
@@ -26,6 +25,7 @@ from gspo_env.recipes.tiny import Tiny
 from gspo_env.serving import RefusedError
 from gspo_env.serving.dialects.chat import read_messages, read_tools, write_message
 from gspo_env.serving.fields import parse_json
+from gspo_env.tools.tool import Tool, format_tool_call, tool_call_frames
 from gspo_env.types import (
     Ending,
     Episode,

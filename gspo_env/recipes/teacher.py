@@ -17,7 +17,7 @@ from gspo_env.recipes.conversations import action_literal
 from gspo_env.recipes.imitate import Imitate
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.seeding import HELD_OUT, derive_seed
-from gspo_env.tool_calls import parse_message
+from gspo_env.tools.calls import parse_message
 from gspo_env.types import Episode, Message, Task, Turn
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from gspo_env.rollout.play import PolicyInput, PolicyOutput
 from gspo_env.rollout.policy import EnginePolicy
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.settings import settings
-from gspo_env.tool_calls import parse_message
+from gspo_env.tools.calls import parse_message
 from gspo_env.types import Episode, Group, Message, ResetInfo, StepInfo, StopReason
 
 _INSTRUCTION = (

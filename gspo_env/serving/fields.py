@@ -7,16 +7,16 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 from pydantic import TypeAdapter
 
 from gspo_env.env.base import clean
 from gspo_env.env.schema import arguments_validator
-from gspo_env.env.tools import Tool
 from gspo_env.serving.session import RefusedError, Reply, Request
-from gspo_env.tool_calls import DECODER, finite_number, reject_constant
+from gspo_env.tools.arguments import DECODER, finite_number, reject_constant
+from gspo_env.tools.tool import Tool
 from gspo_env.types import Message, ToolCall
 
 Json = dict[str, Any]
@@ -352,21 +352,9 @@ def make_tool(fields: Fields, schema: str) -> Tool:
     parameters = fields.take(schema, dict, "a JSON schema") or {}
     parameters = {"type": "object", "properties": {}, **parameters}
     strict = bool(fields.take("strict", bool, "true or false"))
-    return Tool(
-        name=name,
-        description=description,
-        parameters=parameters,
-        function=_run_by_the_program,
-        validator=_schema_validator(parameters, fields.name("strict"))
-        if strict
-        else _any_arguments(),
-        strict=strict,
-    )
-
-
-@cache
-def _any_arguments() -> TypeAdapter[dict[str, Any]]:
-    return TypeAdapter(dict[str, Any])
+    tool = Tool(name=name, description=description, parameters=parameters, strict=strict)
+    where = fields.name("strict")
+    return replace(tool, validator=_schema_validator(parameters, where)) if strict else tool
 
 
 def _schema_validator(schema: Json, where: str) -> TypeAdapter[dict[str, Any]]:
@@ -386,7 +374,3 @@ def _schema_validator(schema: Json, where: str) -> TypeAdapter[dict[str, Any]]:
         ) from None
     except ValueError as error:
         raise RefusedError(f"the schema of a strict tool is refused: {error}") from None
-
-
-def _run_by_the_program(**arguments: Any) -> NoReturn:
-    raise RefusedError("the tools of a request are run by the program that made it")

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from gspo_env.env.tools import Tool
 from gspo_env.errors import GspoEnvError
+from gspo_env.tools.tool import Tool
 from gspo_env.types import Message, ToolCall
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.rollout.metrics import RolloutStats
-from gspo_env.tool_calls import parse_message
+from gspo_env.tools.calls import parse_message
 from gspo_env.types import Group, Message, Prompt, StepInfo, Task, ToolCall
 
 TASK = Task(env_id="test", seed=0)

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from gspo_env.chat.action import message_for_template
 from gspo_env.chat.conversation import Transcript
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.env.tools import as_tool, format_tool_call, tool
 from gspo_env.recipes.build import TEMPLATE, build_tokenizer
-from gspo_env.tool_calls import parse_tool_calls
+from gspo_env.tools.calls import parse_tool_calls
+from gspo_env.tools.tool import as_tool, format_tool_call, tool
 from gspo_env.types import Message, Prompt, StepInfo, ToolCall
 from stress import control_tokens as ATTACK
 

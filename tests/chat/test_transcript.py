@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 from gspo_env.chat.encode import TextEncoder
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.env.tools import Tool
 from gspo_env.errors import ChatTemplateError
 from gspo_env.recipes.build import TEMPLATE, build_tokenizer
-from gspo_env.tool_calls import parse_tool_calls
+from gspo_env.tools.calls import parse_tool_calls
+from gspo_env.tools.tool import Tool
 from gspo_env.types import Prompt, ToolCall
 
 HARMLESS = "Follow 3 links from the stone, then say: birch!"

@@ -23,10 +23,11 @@ from gspo_env.chat import TextEncoder
 from gspo_env.check import check_env
 from gspo_env.check.actions import valid_call
 from gspo_env.cli.main import main
-from gspo_env.env.tools import ToolCall, as_tool, format_tool_call
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentHangError
 from gspo_env.runtime import threads
-from gspo_env.tool_calls import parse_tool_calls
+from gspo_env.tools.calls import parse_tool_calls
+from gspo_env.tools.tool import as_tool, format_tool_call
+from gspo_env.types import ToolCall
 
 
 class Echo(TextEnv):

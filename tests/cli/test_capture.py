@@ -16,7 +16,7 @@ from gspo_env.env.registration import load_agent
 from gspo_env.recipes.build import build
 from gspo_env.recipes.conversations import read_conversations, read_demonstrations
 from gspo_env.recipes.tiny import Tiny
-from gspo_env.tool_calls import parse_tool_calls
+from gspo_env.tools.calls import parse_tool_calls
 from gspo_env.types import Message, ResetInfo, Task, Turn
 
 PROGRAM = """

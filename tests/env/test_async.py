@@ -15,12 +15,12 @@ from gymnasium.wrappers import TimeLimit
 
 from gspo_env import TextEnv, ToolEnv, tool
 from gspo_env.env.registration import make_env
-from gspo_env.env.tools import format_tool_call
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.registry import load_module
 from gspo_env.rollout.play import demonstrator, play, play_now
 from gspo_env.rollout.pool import EnvPool, play_pooled
 from gspo_env.runtime.loops import run_alone
+from gspo_env.tools.tool import format_tool_call
 from gspo_env.types import StopReason, Task
 
 TASK = Task(env_id="test", seed=0)

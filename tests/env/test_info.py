@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from gspo_env import TextEnv, tool
 from gspo_env.env.info import parse_reset, parse_step, read_prompt
-from gspo_env.env.tools import as_tool
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.rollout.play import try_out
+from gspo_env.tools.tool import as_tool
 from gspo_env.types import Message, Prompt, ResetInfo, StepInfo, ToolCall
 
 ROOT = Path(__file__).resolve().parents[2]

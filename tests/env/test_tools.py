@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from support.small_env import Tools
 
 from gspo_env.env.tool_env import ToolEnv
-from gspo_env.env.tools import Tool, ToolCall, as_tool, format_tool_call, tool, tool_call_frames
 from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.tools.tool import Tool, as_tool, format_tool_call, tool, tool_call_frames
+from gspo_env.types import ToolCall
 
 
 class ShopEnv(ToolEnv):
@@ -281,3 +282,91 @@ def test_functions_in_tools_are_tools_beside_the_methods(kind):
     for name, result in (("double", "14"), ("half", "3.5")):
         env.reset(seed=0)
         assert env.step(format_tool_call(name, {"number": 7}))[0] == result
+
+
+class Bound(Tools):
+    """Static and class methods in both orders, and a method that does not say `self`."""
+
+    max_turns = 9
+
+    @tool
+    @staticmethod
+    def above(number: int) -> int:
+        """Doubles a number."""
+        return 2 * number
+
+    @staticmethod
+    @tool
+    def below(number: int) -> int:
+        """Doubles a number."""
+        return 2 * number
+
+    @tool
+    @classmethod
+    def class_above(cls, number: int) -> str:
+        """Doubles a number and names the class."""
+        return f"{2 * number} {cls.__name__}"
+
+    @classmethod
+    @tool
+    def class_below(cls, number: int) -> str:
+        """Doubles a number and names the class."""
+        return f"{2 * number} {cls.__name__}"
+
+    @tool
+    def method(this, number: int) -> str:
+        """Doubles a number and names the class."""
+        return f"{2 * number} {type(this).__name__}"
+
+
+class BoundToo(Bound):
+    """Inherits them."""
+
+
+@pytest.mark.parametrize("kind", [Bound, BoundToo])
+def test_static_and_class_methods_are_tools_in_each_order_of_the_decorators(kind):
+    env = kind()
+    env.reset(seed=0)
+    named = ["above", "below", "class_above", "class_below", "method"]
+    assert [each.name for each in env.tools] == named
+    assert [each.name for each in kind.declared_tools()] == named
+    for name in named:
+        assert list(as_tool(getattr(kind, name)).parameters["properties"]) == ["number"]
+        observation, *_, info = env.step(format_tool_call(name, {"number": 7}))
+        assert observation == (
+            "14" if name == "above" or name == "below" else f"14 {kind.__name__}"
+        )
+        assert "tool_errors" not in info
+
+
+def test_a_first_parameter_that_is_neither_an_instance_nor_an_argument_fails_at_the_class():
+    with pytest.raises(ConfigError, match=r"tool Static\.look\(word\): annotate each parameter"):
+
+        class Static(Tools):
+            @staticmethod
+            @tool
+            def look(word) -> str:
+                """Look a word up."""
+                return str(word)
+
+    with pytest.raises(ConfigError, match=r"tool Typed\.look\(word\): add self"):
+
+        class Typed(Tools):
+            @tool
+            def look(word: str) -> str:
+                """Look a word up."""
+                return word
+
+    with pytest.raises(ConfigError, match=r"tool Held\.twice\(number\): add self"):
+
+        class Held(Tools):
+            twice = tool(double)
+
+
+def test_tools_without_a_function_of_their_own_are_equal():
+    schema = as_tool(ShopEnv.price)
+    fields = {key: getattr(schema, key) for key in ("name", "description", "parameters")}
+    assert Tool(**fields) == Tool(**fields)
+    assert Tool(**fields).validate({"any": 1}) == {"any": 1}
+    with pytest.raises(NotImplementedError, match="called by"):
+        Tool(**fields).function(item="tea")

@@ -14,8 +14,8 @@ from support.jails import eventually, is_alive, run_python, serving
 from gspo_env.check.environment import check_env
 from gspo_env.env.registration import make_env
 from gspo_env.env.tool_env import ToolEnv
-from gspo_env.env.tools import format_tool_call, tool
 from gspo_env.errors import ConfigError, ToolServerError
+from gspo_env.tools.tool import format_tool_call, tool
 from gspo_envs.tools.mcp.env import MCPServer, MCPTools
 
 pytest.importorskip("mcp")
@@ -159,7 +159,7 @@ def test_a_server_lives_as_long_as_its_session_says(play, session):
 def test_the_end_of_the_program_ends_a_hanging_server():
     code = (
         "import sys; from gspo_env.env.registration import make_env\n"
-        "from gspo_env.env.tools import format_tool_call as call\n"
+        "from gspo_env.tools.tool import format_tool_call as call\n"
         f"env = make_env('gspo/MCP-v0', data=[{{'prompt': ''}}], servers={{'w': {STDIO!r}}},"
         " timeout=8.0)\n"
         "env.reset(seed=0); print(env.step(call('pid', {}))[0]); env.step(call('hang', {}))\n"

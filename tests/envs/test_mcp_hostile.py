@@ -11,8 +11,8 @@ import pytest
 from support.jails import eventually, is_alive, serving
 
 from gspo_env.env.registration import make_env
-from gspo_env.env.tools import format_tool_call
 from gspo_env.errors import ToolServerError
+from gspo_env.tools.tool import format_tool_call
 
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.adapters
@@ -164,7 +164,7 @@ def test_standard_error_takes_little_space(play, monkeypatch):
 OWNER = """
 import signal, sys, time
 from gspo_env.env.registration import make_env
-from gspo_env.env.tools import format_tool_call
+from gspo_env.tools.tool import format_tool_call
 env = make_env("gspo/MCP-v0", data=[{"prompt": ""}], servers={"w": sys.argv[1:]})
 env.reset(seed=0)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` ignores it

@@ -20,7 +20,6 @@ from gspo_env.env.base import Action
 from gspo_env.env.info import parse_step
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env
-from gspo_env.env.tools import format_tool_call
 from gspo_env.errors import (
     ConfigError,
     EnvironmentContractError,
@@ -29,6 +28,7 @@ from gspo_env.errors import (
 )
 from gspo_env.rollout.play import play_now
 from gspo_env.serving import address
+from gspo_env.tools.tool import format_tool_call
 from gspo_env.types import Message, StopReason, Task, ToolCall
 from gspo_envs.program.commands import start_command
 from gspo_envs.program.runs import Inbox

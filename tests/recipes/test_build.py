@@ -15,7 +15,6 @@ from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.base import Transformers
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
-from gspo_env.env.tools import ToolCall, tool
 from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.recipes.babble import babble
 from gspo_env.recipes.build import build, demonstrate, imitation_samples, warm_up
@@ -23,8 +22,9 @@ from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.tool_calls import parse_tool_calls
-from gspo_env.types import StopReason, Task
+from gspo_env.tools.calls import parse_tool_calls
+from gspo_env.tools.tool import tool
+from gspo_env.types import StopReason, Task, ToolCall
 
 
 @given(st.text(max_size=60))

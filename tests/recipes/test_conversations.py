@@ -17,7 +17,7 @@ from gspo_env.recipes.conversations import (
     to_episode,
 )
 from gspo_env.recipes.tiny import Tiny
-from gspo_env.tool_calls import parse_message
+from gspo_env.tools.calls import parse_message
 
 ROW = {"messages": TALK, "tools": [TOOL], "reward": 1.0}
 

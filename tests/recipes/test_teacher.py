@@ -18,7 +18,7 @@ from gspo_env.recipes import Imitate
 from gspo_env.recipes.build import TEMPLATE, build_tokenizer, imitation_samples
 from gspo_env.recipes.teacher import in_format, training_tasks
 from gspo_env.rollout.play import demonstrator, play_now
-from gspo_env.tool_calls import parse_tool_calls
+from gspo_env.tools.calls import parse_tool_calls
 from gspo_env.tracking.base import NoTracker
 from gspo_env.tracking.console import Progress
 from gspo_env.types import Task

@@ -1,7 +1,7 @@
 """A shop with tools, and the calls of an action that it makes."""
 
 from gspo_env import ToolEnv
-from gspo_env.env.tools import tool
+from gspo_env.tools.tool import tool
 from gspo_env.types import Message
 
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from gspo_env.env.base import TextEnv
-from gspo_env.env.tools import as_tool, tool
+from gspo_env.tools.tool import as_tool, tool
 
 
 class Turns(TextEnv):

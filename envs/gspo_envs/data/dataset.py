@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from gspo_env.env.base import Action, Options, ResetResult, StepResult
 from gspo_env.env.tool_env import ToolEnv
-from gspo_env.env.tools import Tool, as_tool, tool
 from gspo_env.errors import ConfigError
 from gspo_env.registry import load_function
+from gspo_env.tools.tool import Tool, as_tool, tool
 from gspo_envs.data.rescore import rescore
 from gspo_envs.data.rewards import Attempt, Rewards, check_success, settle
 from gspo_envs.data.rows import (
@@ -54,7 +54,7 @@ class DatasetEnv(ToolEnv):
         chat: Use of a chat's messages: "context" for one answer, or "turns" that the policy answers
             one after the other.
         tools: Typed, documented functions that the policy may call, or their places, such as
-            `["file.py:function"]`; see `gspo_env.env.tools.tool`.
+            `["file.py:function"]`; see `gspo_env.tools.tool.tool`.
         reply: Function of the `Attempt` so far that returns the user's next message, or None at the
             end; it may be asynchronous.
         score: When rewards are given: at the "end" of the episode or at every "turn".

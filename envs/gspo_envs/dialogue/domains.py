@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.env.tools import ToolCall, tool
+from gspo_env.tools.tool import tool
+from gspo_env.types import ToolCall
 from gspo_envs.dialogue.task import PERSONAS, REFUSAL, DialogueTask, Domain, Fact
 
 _ITEMS = "lamp chair table clock mirror carpet sofa shelf vase desk"

@@ -6,13 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from gspo_env.env.tools import Tool, ToolCall, format_tool_call
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import resolve
 from gspo_env.registry import load_function
 from gspo_env.rewards.client import ChatClient, Usage
 from gspo_env.runtime.loops import run_alone
 from gspo_env.seeding import fingerprint
+from gspo_env.tools.tool import Tool, format_tool_call
+from gspo_env.types import ToolCall
 from gspo_envs.dialogue.task import REFUSAL, DialogueTask, Domain, read_tau2
 from gspo_envs.text.answer import AnswerEnv, probability
 

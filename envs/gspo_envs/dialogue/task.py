@@ -6,16 +6,17 @@ import json
 import logging
 import re
 import sqlite3
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gspo_env.env.tools import Tool, ToolCall, tool_methods
 from gspo_env.errors import ConfigError
 from gspo_env.given_file import read_given
+from gspo_env.tools.tool import Tool, tool_methods
+from gspo_env.types import ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +98,7 @@ class Domain:
     @cached_property
     def tools(self) -> tuple[Tool, ...]:
         """The tools, bound to this database."""
-        methods = tool_methods(type(self))
-        return tuple(replace(each, function=each.function.__get__(self)) for each in methods)
+        return tool_methods(type(self), self)
 
     def load(self, script: str) -> None:
         """Replaces the database."""

@@ -19,7 +19,6 @@ from gspo_env.env.base import (
     UnicodeText,
     clean,
 )
-from gspo_env.env.tools import Tool
 from gspo_env.errors import (
     ConfigError,
     EnvironmentContractError,
@@ -28,6 +27,7 @@ from gspo_env.errors import (
     ForeignError,
 )
 from gspo_env.registry import load_function
+from gspo_env.tools.tool import Tool
 from gspo_env.types import Message
 from gspo_envs.data.rewards import Rewards, check_success
 from gspo_envs.data.rows import TaskRows, begin_chat
@@ -285,7 +285,7 @@ class ProgramEnv(TextEnv):
 def to_reply(action: str, tools: Sequence[Tool]) -> tuple[Reply, int]:
     """Returns the answer of an action, and how many of its calls are malformed."""
     from gspo_env.serving import Reply
-    from gspo_env.tool_calls import read_action
+    from gspo_env.tools.calls import read_action
 
     act = action if isinstance(action, Action) else Action(action)
     message, malformed = read_action(

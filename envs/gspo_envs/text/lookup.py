@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
 from gspo_env.seeding import fingerprint
+from gspo_env.tools.tool import format_tool_call, tool
+from gspo_env.types import ToolCall
 from gspo_envs.text.answer import ChainEnv, read_range
 
 _WORDS = """

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
+from gspo_env.tools.tool import format_tool_call, tool
+from gspo_env.types import ToolCall
 from gspo_envs.text.answer import ChainEnv, read_range
 
 _NAMES = ("Ann", "Eve", "Mia", "Zoe", "Amy", "Joy", "Kate", "Lucy", "Nina", "Rosa")

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from gspo_env.env.base import extract_tag
-from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.sandbox import Sandbox, SandboxResult, Stop
+from gspo_env.tools.tool import format_tool_call, tool
+from gspo_env.types import ToolCall
 from gspo_envs.text.answer import AnswerEnv
 
 _MOST_OUTPUT = 2000

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from gspo_env.env.base import extract_tag
-from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
 from gspo_env.seeding import fingerprint
+from gspo_env.tools.tool import format_tool_call, tool
+from gspo_env.types import ToolCall
 from gspo_envs.text.answer import AnswerEnv, probability
 from gspo_envs.tools.sqlite import MAX_ROWS, Database, Row, SQLError, is_short
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gspo_env.env.tools import Tool
 from gspo_env.serving.fields import Fields, Json, format_arguments, make_request, make_tool, stops
 from gspo_env.serving.session import RefusedError, Reply, Request
+from gspo_env.tools.tool import Tool
 from gspo_env.types import Message, ToolCall
 
 DISTRIBUTION = "it changes the distribution of answers, which the server takes as the policy's own"

@@ -6,7 +6,7 @@ import inspect
 import json
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NotRequired, TypeVar
 
 from docstring_parser import ParseError, google
@@ -15,8 +15,6 @@ from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
 
 from gspo_env.errors import ConfigError
-from gspo_env.tool_calls import ToolCallError as ToolCallError
-from gspo_env.types import ToolCall as ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PROSE = ("Returns", "Yields", "Raises", "Example", "Examples", "Note", "Notes")
@@ -25,19 +23,28 @@ _DOCSTRINGS = google.GoogleParser(
     + [google.Section(title, "prose", google.SectionType.SINGULAR) for title in _PROSE]
 )
 _MARK = "__gspo_tool__"
+_ANY_ARGUMENTS = TypeAdapter(dict[str, Any])
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _call_elsewhere(**arguments: Any) -> str:
+    raise NotImplementedError("this tool is called by the program or the process that listed it")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tool:
-    """A function that the policy may call, with the schema that the chat template lists."""
+    """A function that the policy may call, with the schema that the chat template lists.
+
+    A tool that a program or another process calls has no function of its own, and takes any
+    arguments.
+    """
 
     name: str
     description: str
     parameters: dict[str, Any]
     """JSON schema of the arguments."""
-    function: Callable[..., Any]
-    validator: TypeAdapter[dict[str, Any]]
+    function: Callable[..., Any] = _call_elsewhere
+    validator: TypeAdapter[dict[str, Any]] = _ANY_ARGUMENTS
     """Parses JSON to the keyword arguments of `function`; strict, without unknown names."""
     strict: bool = False
     """Whether a program is promised that the arguments of each call fit `parameters`."""
@@ -67,11 +74,13 @@ def tool(function: F) -> F:
     """Marks a typed, documented function or method as a tool; it can still be called directly.
 
     The docstring up to its first section is the description; `Args:` describes the parameters.
+    `@staticmethod` and `@classmethod` may stand above or below it.
 
     Raises:
         ConfigError: The docstring or an annotation is missing or cannot be used.
     """
-    setattr(function, _MARK, _build_tool(function))
+    plain = function.__func__ if isinstance(function, (staticmethod, classmethod)) else function
+    setattr(plain, _MARK, _build_tool(plain, is_static=isinstance(function, staticmethod)))
     return function
 
 
@@ -87,11 +96,30 @@ def as_tool(function: Callable[..., Any]) -> Tool:
     return definition
 
 
-def tool_methods(cls: type) -> tuple[Tool, ...]:
-    """Returns the methods of a class that are tools, base classes first."""
-    names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
-    members = (getattr(cls, name, None) for name in names)
-    return tuple(as_tool(m) for m in members if callable(m) and hasattr(m, _MARK))
+def tool_methods(cls: type, instance: object = None) -> tuple[Tool, ...]:
+    """Returns the methods of a class that are tools, base classes first.
+
+    Args:
+        cls: The class.
+        instance: The instance of it to which the tools are bound; by default they are unbound.
+
+    Raises:
+        ConfigError: The first parameter of a method is not its instance or class.
+    """
+    tools = []
+    for name in dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base)):
+        member = inspect.getattr_static(cls, name)
+        plain = getattr(member, "__func__", member)
+        definition = getattr(plain, _MARK, None)
+        if isinstance(definition, Tool):
+            parameters = [*inspect.signature(plain).parameters]
+            is_static = isinstance(member, staticmethod)
+            if parameters[not is_static :] != [*definition.parameters["properties"]]:
+                form = "annotate each parameter of a static method" if is_static else "add self"
+                raise ConfigError(f"tool {cls.__name__}.{name}({', '.join(parameters)}): {form}.")
+            bound = definition.function if instance is None else getattr(instance, name)
+            tools.append(replace(definition, function=bound))
+    return tuple(tools)
 
 
 def format_tool_call(name: str, arguments: dict[str, Any]) -> str:
@@ -122,11 +150,11 @@ def tool_call_frames(tool: Tool) -> list[str]:
     return [*frames, f"{text}}}}}{_CLOSE}"]
 
 
-def _build_tool(function: Callable[..., Any]) -> Tool:
+def _build_tool(function: Callable[..., Any], *, is_static: bool) -> Tool:
     name = function.__name__
     description, documented = _read_docstring(name, inspect.getdoc(function))
     make_type: Any = TypedDict
-    arguments = make_type(f"{name}_arguments", _fields(function, documented))
+    arguments = make_type(f"{name}_arguments", _fields(function, documented, is_static))
     arguments.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     try:
         validator: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
@@ -147,17 +175,20 @@ def _build_tool(function: Callable[..., Any]) -> Tool:
     )
 
 
-def _fields(function: Callable[..., Any], documented: dict[str, str]) -> dict[str, Any]:
+def _fields(
+    function: Callable[..., Any], documented: dict[str, str], is_static: bool
+) -> dict[str, Any]:
     """Returns each parameter's annotation for the validator."""
     name = function.__name__
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
         raise ConfigError(f"tool {name}: an annotation cannot be resolved: {error}.") from error
+    is_method = not is_static and "." in function.__qualname__.rpartition("<locals>.")[2]
     fields: dict[str, Any] = {}
     for index, parameter in enumerate(inspect.signature(function).parameters.values()):
-        if index == 0 and parameter.name in ("self", "cls"):
-            continue
+        if index == 0 and parameter.name not in hints and is_method:
+            continue  # the instance or the class
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(f"tool {name}: parameter {parameter} cannot be given by name.")
         if parameter.name not in hints:

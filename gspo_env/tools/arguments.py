@@ -1,0 +1,354 @@
+"""Reads the JSON of calls, and arguments that are text: their types are those of the tool's schema.
+
+No function raises, whatever the text.
+"""
+
+from __future__ import annotations
+
+import json.decoder
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from gspo_env.tools.python import literal
+from gspo_env.types import ToolCall
+
+_SPACE: Any = json.decoder.WHITESPACE  # type: ignore[attr-defined]
+_DEEPEST = 90
+"""Most levels of the arguments of a call, which a request of 100 levels holds."""
+_KEYS = {"name", "arguments", "parameters", "id", "type"}
+_KINDS: Mapping[type, str] = {
+    **{str: "string", bool: "boolean", int: "integer", float: "number"},
+    **{list: "array", dict: "object", type(None): "null"},
+}
+_SPELLINGS = {
+    **{kind: kind for kind in _KINDS.values()},
+    **{"str": "string", "int": "integer", "float": "number", "double": "number"},
+    **{"bool": "boolean", "list": "array", "tuple": "array", "dict": "object", "none": "null"},
+}
+"""The JSON type that each name of a type means, in lower case; others say nothing."""
+_PYTHON_VALUE = re.compile(r"None|True|False|\[.*\]|\{.*\}", re.DOTALL)
+_ITEM = "item"
+"""The name of an element of a list."""
+_MOST_REPEATS, _LONGEST_KEY = 2, 64
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of the arguments of each tool."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCallError:
+    """A malformed call."""
+
+    message: str
+    """The error in one sentence."""
+
+
+class Elements(NamedTuple):
+    """The content of an element that has others in it."""
+
+    text: str
+    items: list[tuple[str, Any]]
+
+
+def levels(tree: Any) -> Iterator[list[Any]]:
+    """Yields what a JSON value has at each depth: itself, then its items, keys and values, ...
+
+    Example:
+        >>> list(levels({"a": [1]}))
+        [[{'a': [1]}], ['a', [1]], [1]]
+    """
+    level = [tree]
+    while level:
+        yield level
+        tables = [node for node in level if isinstance(node, dict)]
+        lists = [node for node in level if isinstance(node, list)]
+        level = [*chain(*tables, *(table.values() for table in tables), *lists)]
+
+
+def to_calls(value: Any) -> list[ToolCall] | str:
+    """Returns a call or a list of calls, or what is wrong with one of them."""
+    calls = [to_call(each) for each in (value if isinstance(value, list) else [value])]
+    fault = next((call for call in calls if isinstance(call, str)), "")
+    if fault or not calls:
+        return fault or "the list of tool calls is empty."
+    return [call for call in calls if isinstance(call, ToolCall)]
+
+
+def to_call(value: Any) -> ToolCall | str:
+    """Returns the call, or what is wrong with it in one sentence."""
+    if not isinstance(value, dict):
+        return f"the tool call must be a JSON object, got {type(value).__name__}."
+    call_id = value.get("id")
+    if isinstance(value.get("function"), dict) and value.keys() <= {"type", "id", "function"}:
+        value = value["function"]
+    if unknown := value.keys() - _KEYS:
+        expected = 'expected "name" and "arguments"'
+        return f"the tool call has the unknown key {min(unknown)[:40]!r}; {expected}."
+    if {"arguments", "parameters"} <= value.keys():
+        return 'the tool call has both "arguments" and "parameters".'
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if not isinstance(name, str) or not name:
+        return 'the tool call needs a "name" that is a string.'
+    arguments = {} if arguments in (None, "", "null") else arguments
+    if isinstance(arguments, str):
+        arguments, _, fault = decode(arguments, whole=True)
+        if fault:
+            return fault.replace("the tool call is", 'the "arguments" are', 1)
+    if not isinstance(arguments, dict):
+        return f'the "arguments" must be a JSON object, got {type(arguments).__name__}.'
+    if not all(isinstance(x, str) and x.isascii() for x in (name, *arguments, *arguments.values())):
+        if any(depth == _DEEPEST for depth, _ in enumerate(levels(arguments))):
+            return f"the tool call is nested more than {_DEEPEST} levels deep."
+        if re.search("[\ud800-\udfff]", json.dumps([name, arguments], ensure_ascii=False)):
+            return "the tool call has a lone surrogate, which is not a character."
+    return ToolCall(name=name, arguments=arguments, id=call_id if isinstance(call_id, str) else "")
+
+
+def decode(text: str, start: int = 0, *, whole: bool = False) -> tuple[Any, int, str]:
+    """Decodes the JSON at a position; returns the value, its end, and what is wrong with it."""
+    try:
+        if whole:
+            return DECODER.decode(text), len(text), ""
+        return *DECODER.raw_decode(text, start), ""
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+    return None, -1, f"the tool call is not valid JSON: {reason}."
+
+
+def skip_space(text: str, start: int) -> int:
+    """Returns the position of the next character that is not white space."""
+    end: int = _SPACE.match(text, start).end()
+    return end
+
+
+def reject_constant(name: str) -> float:
+    """Refuses `NaN` and `Infinity`, which Python reads in JSON."""
+    raise ValueError(f"{name} is not JSON")
+
+
+def finite_number(text: str) -> float:
+    """Reads a number of JSON, unless it is too large for one."""
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text[:20]} is too large for a number")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(keys := dict(pairs)) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return keys
+
+
+DECODER = json.JSONDecoder(
+    parse_constant=reject_constant, parse_float=finite_number, object_pairs_hook=_unique
+)
+"""Decodes JSON without NaN, infinite numbers and keys that an object has twice."""
+
+
+def typed_call(
+    name: str, pairs: Iterable[tuple[str, Any, str]], schemas: Schemas
+) -> list[ToolCall] | str:
+    """Returns a call whose arguments are texts or elements.
+
+    Args:
+        name: The tool.
+        pairs: The key and the text of each argument, and the type that the call itself gives it,
+            or an empty text; then the type is that of the schema.
+        schemas: The schemas of the tools.
+    """
+    arguments: dict[str, Any] = {}
+    schema = schemas.get(name, {})
+    for key, text, kind in pairs:
+        if key in arguments:
+            return f"the tool call has the argument {key[:40]!r} twice."
+        part: Any = _child(schema, key, schema)
+        if kind:
+            others = [other for other in _KINDS.values() if other != "string"]
+            part = {"type": {"true": "string", "false": others}.get(kind, kind)}
+        value, fault = _value(text, part, schema)
+        if fault:
+            return f"the argument {key[:40]!r} is {fault}."
+        arguments[key] = value
+    return to_calls({"name": name, "arguments": arguments})
+
+
+def properties_of(schema: Any) -> list[str]:
+    """Returns the names of the arguments that a tool's schema lists."""
+    return [*chain(*_tables("properties", _parts(schema, schema)))]
+
+
+def _tables(key: str, parts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [table for part in parts if isinstance(table := part.get(key), Mapping)]
+
+
+def _child(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
+    """Returns the schema of a property, or None."""
+    parts = [*_parts(schema, root)]
+    named = [table[key] for table in _tables("properties", parts) if key in table]
+    patterns = chain(*(table.items() for table in _tables("patternProperties", parts)))
+    matches = [(_matches(pattern, key), part) for pattern, part in patterns]
+    options = named or [part for match, part in matches if match]
+    if not options:
+        options = [part for match, part in matches if match is None]
+        options += _tables("additionalProperties", parts)
+    return {"anyOf": options} if options else None
+
+
+def _item(schema: Any, index: int, root: Mapping[str, Any]) -> Any:
+    """Returns the schema of an item of a list, or None."""
+    for part in _parts(schema, root):
+        first, rest = part.get("prefixItems"), part.get("items")
+        if isinstance(rest, list):
+            first, rest = rest, part.get("additionalItems")
+        if isinstance(first, list) and index < len(first):
+            return first[index]
+        if rest is not None:
+            return rest
+    return None
+
+
+def _matches(pattern: str, key: str) -> bool | None:
+    """Returns whether a name matches a pattern; None if it is one that may take long."""
+    repeats = sum(map(pattern.count, "*+?{"))
+    if len(key) > _LONGEST_KEY or repeats > _MOST_REPEATS or set("(|") & set(pattern):
+        return None
+    try:
+        return re.search(re.sub(r"(?<!\\)\$\Z", r"\\Z", pattern), key, re.ASCII) is not None
+    except (re.error, OverflowError):
+        return None
+
+
+def _value(node: str | Elements, schema: Any, root: Mapping[str, Any]) -> tuple[Any, str]:
+    """Returns the value of a text, or of elements with names, and what is wrong with it."""
+    kinds, values = _kinds(schema, root, {})
+    kinds = kinds or set()
+    text = node if isinstance(node, str) else node.text
+    if isinstance(node, str) or ("string" in kinds and not kinds & {"array", "object"}):
+        value, faults = _typed(text, kinds, values), []
+    else:
+        names = [name for name, _ in node.items]
+        is_list = set(names) == {_ITEM} and "object" not in kinds
+        inner = [
+            _value(part, _item(schema, n, root) if is_list else _child(schema, name, root), root)
+            for n, (name, part) in enumerate(node.items)
+        ]
+        faults = [fault for _, fault in inner if fault]
+        items = [item for item, _ in inner]
+        value = items if is_list else dict(zip(names, items, strict=True))
+    kind = _KINDS[type(value)]
+    if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
+        faults.append(f"{text[:40]!r}; expected {' or '.join(sorted(kinds))}")
+    return value, faults[0] if faults else ""
+
+
+def _typed(text: str, kinds: set[str], values: Sequence[Any]) -> Any:
+    """Returns the value that a text means.
+
+    Args:
+        text: The text.
+        kinds: The types that are allowed; all if there are none.
+        values: The values that an enumeration allows.
+    """
+    word = text.strip()
+    for value in values:
+        if text not in values and word in (json.dumps(value), str(value)):
+            return value
+    if "null" in kinds and (word in ("null", "None") or not (word or "string" in kinds)):
+        return None
+    if not word and len(kinds) == 1 and kinds < {"array", "object"}:
+        return [] if "array" in kinds else {}
+    if "string" in kinds:
+        return text
+    if "boolean" in kinds and word in ("True", "False"):
+        return word == "True"
+    value, _, fault = decode(text, whole=True)
+    if fault:
+        is_literal = kinds & {"array", "object"} or (not kinds and _PYTHON_VALUE.fullmatch(word))
+        value = literal(word) if is_literal else text
+    if isinstance(value, float) and value.is_integer() and "integer" in kinds:
+        return value if "number" in kinds else int(value)  # 2.0 is an integer in JSON schema
+    return text if isinstance(value, str) else value
+
+
+def _kinds(
+    schema: Any, root: Mapping[str, Any], cache: dict[int, tuple[set[str] | None, list[Any]]]
+) -> tuple[set[str] | None, list[Any]]:
+    """Returns the JSON types that a schema allows, None if it does not say, and its constants.
+
+    Args:
+        schema: The schema.
+        root: The schema in which it stands.
+        cache: The results by the identity of schemas; a schema that refers to itself adds nothing.
+    """
+    if not isinstance(schema, Mapping):
+        return None, []
+    if id(schema) in cache:
+        return cache[id(schema)]
+    cache[id(schema)] = set(), []
+    kinds, constants = _own_kinds(schema)
+    groups = [[_resolve(schema.get("$ref"), root)], *([p] for p in _list(schema.get("allOf")))]
+    for options in (*groups, *(_list(schema.get(key)) for key in ("anyOf", "oneOf"))):
+        parts = [_kinds(option, root, cache) for option in options]
+        constants += chain(*(values for _, values in parts))
+        allowed = [part for part, _ in parts if part is not None]
+        if options and len(allowed) == len(options):
+            kinds = _intersection(kinds, set().union(*allowed))
+    if kinds is not None and schema.get("nullable") is True:
+        kinds = kinds | {"null"}
+    cache[id(schema)] = kinds, constants
+    return kinds, constants
+
+
+def _own_kinds(schema: Mapping[str, Any]) -> tuple[set[str] | None, list[Any]]:
+    """Returns what `type`, `enum` and `const` of a schema say."""
+    kind = schema.get("type")
+    kinds = kind if isinstance(kind, list) else [kind]
+    names = {_SPELLINGS.get(str(each).lower(), "") for each in kinds}
+    constants = [*_list(schema.get("enum", [schema["const"]] if "const" in schema else []))]
+    if kind is not None and "" not in names:
+        return names, constants
+    return {_KINDS.get(type(value), "object") for value in constants} or None, constants
+
+
+def _intersection(kinds: set[str] | None, others: set[str]) -> set[str]:
+    """Returns the types that two sets share; an integer is a number."""
+    if not kinds:
+        return others
+    first, second = ((k | {"integer"}) if "number" in k else k for k in (kinds, others))
+    return first & second or kinds
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields a schema and those that it is made of, each once."""
+    parts, seen = [schema], set[int]()
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping) and id(part) not in seen:
+            seen.add(id(part))
+            yield part
+            parts.append(_resolve(part.get("$ref"), root))
+            parts += chain(*(_list(part.get(key)) for key in ("anyOf", "oneOf", "allOf")))
+            parts += (part.get(key) for key in ("then", "else"))
+
+
+def _resolve(reference: Any, root: Any) -> Any:
+    """Returns the part of a schema that `#/...` refers to; None if there is none."""
+    first, *names = unquote(reference).split("/") if isinstance(reference, str) else [""]
+    for name in names:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, list) and name.isdecimal() and int(name) < len(root):
+            root = root[int(name)]
+        else:
+            root = root.get(name) if isinstance(root, Mapping) else None
+    return root if first == "#" else None

@@ -1,0 +1,235 @@
+"""Reads the tool calls and the reasoning in what a model writes.
+
+A call is read wherever it stands; a mark that prose only names is text if a call follows. No
+function raises, whatever the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from gspo_env.errors import ConfigError
+from gspo_env.tools.arguments import Schemas, ToolCallError, to_calls
+from gspo_env.tools.bare import bare_beside, may_have_calls, read_bare
+from gspo_env.tools.formats import MARK, read_at, skip_closings, without_openings
+from gspo_env.tools.tool import Tool
+from gspo_env.types import Message, ToolCall
+
+_MOST_MALFORMED = 32
+"""Malformed calls after which the rest of a text is not searched, so that the time is linear."""
+MOST_THOUGHTS = 32
+"""Reasoning at the start of an action that is split off, so that the time is linear."""
+REASONING = {
+    "<think>": "</think>",
+    "<mm:think>": "</mm:think>",
+    "<seed:think>": "</seed:think>",
+    "<|open|>think<|sep|>": "<|close|>think<|sep|>",
+    "[THINK]": "[/THINK]",
+    "<|channel>thought": "<channel|>",
+    "<|channel|>analysis<|message|>": "<|end|>",
+    "to=self<|message|>": "<|eom|>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "\u25c1think\u25b7": "\u25c1/think\u25b7",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
+}
+"""The marks around reasoning."""
+_IN_REASONING = ToolCallError(
+    message="the tool call is in the reasoning, write it behind </think> or the mark that ends it."
+)
+Calls = list[ToolCall | ToolCallError]
+
+
+def parse_tool_calls(
+    text: str,
+    tools: Sequence[Tool] = (),
+    message: Message | None = None,
+    *,
+    in_reasoning: bool = False,
+) -> Calls:
+    """Returns the tool calls of an action in order, malformed ones included.
+
+    Calls inside the reasoning are ignored. If nothing follows it, a call in it is an error.
+
+    Args:
+        text: What the policy wrote, without the token that ended it.
+        tools: The tools that it may call. Their schemas give the types of XML arguments, and a bare
+            JSON object is a call only if it names one of them. Without tools, any name is accepted.
+        message: The action as the tokenizer's response template has parsed it, if it has one. Its
+            calls count if the text itself has none that can be read.
+        in_reasoning: Whether the prompt has opened the reasoning, with `<think>` at its end.
+
+    Example:
+        >>> parse_tool_calls('<tool_call>{"name": "now", "arguments": {}}</tool_call>')
+        [ToolCall(name='now', arguments={}, id='')]
+    """
+    calls = _read(text, tools, in_reasoning)[1]
+    if message is not None and message.tool_calls and not _valid(calls):
+        return list(message.tool_calls)
+    return calls
+
+
+def parse_message(
+    text: str, tools: Sequence[Tool] = (), *, in_reasoning: bool = False
+) -> tuple[Message, int]:
+    """Parses an action into a message.
+
+    Args:
+        text: See `parse_tool_calls`.
+        tools: See `parse_tool_calls`.
+        in_reasoning: See `parse_tool_calls`.
+
+    Returns:
+        The assistant's message, and the number of malformed calls, which stay in its content. Calls
+        in reasoning that nothing follows count as one, and stay in the reasoning.
+
+    Example:
+        >>> message, malformed = parse_message('<tool_call>{"name": "now"}</tool_call>')
+        >>> message.tool_calls, malformed
+        ((ToolCall(name='now', arguments={}, id=''),), 0)
+    """
+    message, calls = _read(text, tools, in_reasoning)
+    return message, len(calls) - len(message.tool_calls)
+
+
+def read_action(
+    text: str,
+    tools: Sequence[Tool] = (),
+    message: Message | None = None,
+    *,
+    in_reasoning: bool = False,
+) -> tuple[Message, int]:
+    """Returns an action as the program that requested it receives it.
+
+    A program that offers no tools gets text. So does a program whose strict tools a call does not
+    fit: the policy is not constrained, and the program is promised that calls fit.
+
+    Args:
+        text: See `parse_tool_calls`.
+        tools: The tools that the request offers.
+        message: See `parse_tool_calls`.
+        in_reasoning: See `parse_tool_calls`.
+
+    Returns:
+        The assistant's message, and the number of malformed calls.
+    """
+    if not tools:
+        has_none = message is not None and not message.tool_calls
+        return (message if has_none and message else _as_text(text, in_reasoning)), 0
+    parsed, malformed = parse_message(text, tools, in_reasoning=in_reasoning)
+    if message is None or (parsed.tool_calls and not message.tool_calls):
+        message = parsed
+    elif message.tool_calls and not parsed.tool_calls:
+        malformed = 0
+    strict = {tool.name: tool for tool in tools if tool.strict}
+    invalid = sum(
+        not _is_valid(strict[call.name], call) for call in message.tool_calls if call.name in strict
+    )
+    return (_as_text(text, in_reasoning) if invalid else message), malformed + invalid
+
+
+def read_calls(values: Sequence[Any]) -> tuple[ToolCall, ...]:
+    """Returns calls in the form of JSON, as `transformers` parses them.
+
+    Raises:
+        ValueError: One is malformed.
+    """
+    calls = to_calls(list(values)) if values else []
+    if isinstance(calls, str):
+        raise ValueError(calls)
+    return tuple(calls)
+
+
+def split_reasoning(text: str, in_reasoning: bool = False) -> tuple[str | None, str | None]:
+    """Returns the reasoning at the start of an action and what follows it.
+
+    Args:
+        text: The action.
+        in_reasoning: See `parse_tool_calls`.
+
+    Returns:
+        The reasoning, None if there is none, and the rest, None if the reasoning never ends.
+
+    Example:
+        >>> split_reasoning("<think>two links</think>stone")
+        ('two links', 'stone')
+    """
+    thoughts: list[str] = []
+    while len(thoughts) < MOST_THOUGHTS:
+        start = text.lstrip()
+        mark = next(filter(start.startswith, REASONING), "")
+        if not mark and not in_reasoning:
+            break
+        ends = [REASONING[mark]] if mark else REASONING.values()
+        thought = start.removeprefix(mark)
+        place, end = min(((thought.find(e), e) for e in ends if e in thought), default=(None, ""))
+        thoughts.append(thought[:place].strip("\n"))
+        if place is None:
+            return "\n".join(filter(None, thoughts)), None
+        text, in_reasoning = thought[place + len(end) :].lstrip("\n"), False
+    return "\n".join(filter(None, thoughts)) if thoughts else None, text
+
+
+def _valid(calls: Calls) -> tuple[ToolCall, ...]:
+    return tuple(call for call in calls if isinstance(call, ToolCall))
+
+
+def _as_text(text: str, in_reasoning: bool) -> Message:
+    reasoning, content = split_reasoning(text, in_reasoning)
+    return Message(role="assistant", content=content or "", reasoning=reasoning)
+
+
+def _is_valid(tool: Tool, call: ToolCall) -> bool:
+    try:
+        tool.validate(call.arguments)
+    except ConfigError:
+        return False
+    return True
+
+
+def _read(text: str, tools: Sequence[Tool], in_reasoning: bool) -> tuple[Message, Calls]:
+    """Returns an action as a message, with the malformed calls in its content, and its calls."""
+    message = _as_text(text, in_reasoning)
+    schemas = {tool.name: tool.parameters for tool in tools}
+    if not message.content.strip() and message.reasoning is not None:
+        return message, [_IN_REASONING] if _find_calls(message.reasoning, schemas)[0] else []
+    calls, rest = _find_calls(message.content, schemas)
+    valid = _valid(calls)
+    content = rest.strip() if valid else message.content
+    return replace(message, content=content, tool_calls=valid), calls
+
+
+def _find_calls(text: str, schemas: Schemas) -> tuple[Calls, str]:
+    """Returns the calls, and the text around them with the malformed ones."""
+    mark = MARK.search(text)
+    limit = mark.start() if mark else len(text)
+    if may_have_calls(text[:limit], schemas):
+        bare, start = read_bare(text, schemas, limit)
+        if bare:
+            return bare, text[:start]
+    calls: Calls = []
+    mentions: Calls = []
+    pieces: list[str] = []
+    position, malformed = 0, 0
+    while mark and malformed < _MOST_MALFORMED:
+        start = mark.end()
+        reading, end = read_at(mark, text, schemas)
+        if isinstance(reading, str):
+            malformed += 1
+            (mentions if end == start else calls).append(ToolCallError(message=reading))
+            following = text.find(mark[0], start)
+            end = min(end, following) if following >= 0 else end
+            pieces.append(text[position:end])
+        else:
+            calls += reading
+            pieces.append(without_openings(text[position : mark.start()]))
+            end = skip_closings(text, end)
+        position = end
+        mark = MARK.search(text, position)
+    pieces.append(text[position:])
+    if calls and not malformed:
+        outer = [piece for piece in (pieces[0], pieces[-1]) if may_have_calls(piece, schemas)]
+        calls += bare_beside(calls, outer, schemas)
+    return calls or mentions, "".join(pieces)
