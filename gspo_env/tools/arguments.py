@@ -34,7 +34,6 @@ _SPELLINGS = {
 _PYTHON_VALUE = re.compile(r"None|True|False|\[.*\]|\{.*\}", re.DOTALL)
 _ITEM = "item"
 """The name of an element of a list."""
-_MOST_REPEATS, _LONGEST_KEY = 2, 64
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the arguments of each tool."""
@@ -192,12 +191,8 @@ def _child(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
     """Returns the schema of a property, or None."""
     parts = [*_parts(schema, root)]
     named = [table[key] for table in _tables("properties", parts) if key in table]
-    patterns = chain(*(table.items() for table in _tables("patternProperties", parts)))
-    matches = [(_matches(pattern, key), part) for pattern, part in patterns]
-    options = named or [part for match, part in matches if match]
-    if not options:
-        options = [part for match, part in matches if match is None]
-        options += _tables("additionalProperties", parts)
+    others = chain(*(table.values() for table in _tables("patternProperties", parts)))
+    options = named or [*others, *_tables("additionalProperties", parts)]
     return {"anyOf": options} if options else None
 
 
@@ -214,21 +209,9 @@ def _item(schema: Any, index: int, root: Mapping[str, Any]) -> Any:
     return None
 
 
-def _matches(pattern: str, key: str) -> bool | None:
-    """Returns whether a name matches a pattern; None if it is one that may take long."""
-    repeats = sum(map(pattern.count, "*+?{"))
-    if len(key) > _LONGEST_KEY or repeats > _MOST_REPEATS or set("(|") & set(pattern):
-        return None
-    try:
-        return re.search(re.sub(r"(?<!\\)\$\Z", r"\\Z", pattern), key, re.ASCII) is not None
-    except (re.error, OverflowError):
-        return None
-
-
 def _value(node: str | Elements, schema: Any, root: Mapping[str, Any]) -> tuple[Any, str]:
     """Returns the value of a text, or of elements with names, and what is wrong with it."""
-    kinds, values = _kinds(schema, root, {})
-    kinds = kinds or set()
+    kinds, values = _kinds(schema, root)
     text = node if isinstance(node, str) else node.text
     if isinstance(node, str) or ("string" in kinds and not kinds & {"array", "object"}):
         value, faults = _typed(text, kinds, values), []
@@ -277,52 +260,23 @@ def _typed(text: str, kinds: set[str], values: Sequence[Any]) -> Any:
     return text if isinstance(value, str) else value
 
 
-def _kinds(
-    schema: Any, root: Mapping[str, Any], cache: dict[int, tuple[set[str] | None, list[Any]]]
-) -> tuple[set[str] | None, list[Any]]:
-    """Returns the JSON types that a schema allows, None if it does not say, and its constants.
-
-    Args:
-        schema: The schema.
-        root: The schema in which it stands.
-        cache: The results by the identity of schemas; a schema that refers to itself adds nothing.
-    """
-    if not isinstance(schema, Mapping):
-        return None, []
-    if id(schema) in cache:
-        return cache[id(schema)]
-    cache[id(schema)] = set(), []
-    kinds, constants = _own_kinds(schema)
-    groups = [[_resolve(schema.get("$ref"), root)], *([p] for p in _list(schema.get("allOf")))]
-    for options in (*groups, *(_list(schema.get(key)) for key in ("anyOf", "oneOf"))):
-        parts = [_kinds(option, root, cache) for option in options]
-        constants += chain(*(values for _, values in parts))
-        allowed = [part for part, _ in parts if part is not None]
-        if options and len(allowed) == len(options):
-            kinds = _intersection(kinds, set().union(*allowed))
-    if kinds is not None and schema.get("nullable") is True:
-        kinds = kinds | {"null"}
-    cache[id(schema)] = kinds, constants
-    return kinds, constants
+def _kinds(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], list[Any]]:
+    """Returns the JSON types that a schema allows, all if there are none, and its constants."""
+    parts = [*_parts(schema, root)]
+    kinds = [_own_kinds(part) for part in parts]
+    constants = [*chain(*(values for _, values in kinds))]
+    is_any = any(not part for part in parts)
+    return set() if is_any else set().union(*(names for names, _ in kinds)), constants
 
 
-def _own_kinds(schema: Mapping[str, Any]) -> tuple[set[str] | None, list[Any]]:
-    """Returns what `type`, `enum` and `const` of a schema say."""
+def _own_kinds(schema: Mapping[str, Any]) -> tuple[set[str], list[Any]]:
+    """Returns what `type`, `enum`, `const` and `nullable` of a schema say."""
     kind = schema.get("type")
-    kinds = kind if isinstance(kind, list) else [kind]
-    names = {_SPELLINGS.get(str(each).lower(), "") for each in kinds}
+    names = {_SPELLINGS.get(str(each).lower(), "") for each in (_list(kind) or [kind])}
     constants = [*_list(schema.get("enum", [schema["const"]] if "const" in schema else []))]
-    if kind is not None and "" not in names:
-        return names, constants
-    return {_KINDS.get(type(value), "object") for value in constants} or None, constants
-
-
-def _intersection(kinds: set[str] | None, others: set[str]) -> set[str]:
-    """Returns the types that two sets share; an integer is a number."""
-    if not kinds:
-        return others
-    first, second = ((k | {"integer"}) if "number" in k else k for k in (kinds, others))
-    return first & second or kinds
+    if kind is None or "" in names:
+        names = {_KINDS.get(type(value), "object") for value in constants}
+    return names | ({"null"} if schema.get("nullable") is True else set()), constants
 
 
 def _list(value: Any) -> list[Any]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 from gspo_env.tools.arguments import (
@@ -80,6 +80,11 @@ _DECORATION = re.compile(
     re.IGNORECASE,
 )
 """What models write before a line that is a call."""
+_ONE_CALL = re.compile(
+    r"(?=\s*+(?:\w*+\s*+(?:[=:]|\Z)|[\"'\[{]|-?\d))(?:[^()]|\([^()]*+\))*+"
+    r"(?:\(?[^()]*+|\)[; \n`]*+)"
+)
+"""The arguments of a call up to its end, or that of the text."""
 _BEHIND = "the tool calls must be the last lines, as NAME(KEY=VALUE, ...) and nothing else."
 
 
@@ -116,24 +121,6 @@ def read_bare(text: str, schemas: Schemas, limit: int) -> tuple[Calls, int]:
             return calls, start
     is_fault = bool(named) and limit >= len(body) and _is_spoiled_call(body, schemas)
     return [ToolCallError(message=_BEHIND)] if is_fault else [], 0
-
-
-def bare_beside(
-    calls: Sequence[ToolCall | ToolCallError], texts: Iterable[str], schemas: Schemas
-) -> list[ToolCallError]:
-    """Returns an error for each call without a mark in the texts beside calls with one.
-
-    One that is also among these, by which a model announces it, is none.
-    """
-    bare = chain(*(read_bare(text, schemas, len(text))[0] for text in texts))
-    marked = [(call.name, call.arguments) for call in calls if isinstance(call, ToolCall)]
-    return [
-        ToolCallError(
-            message=f"the call of {call.name[:64]!r} needs the mark that the others have."
-        )
-        for call in bare
-        if isinstance(call, ToolCall) and (call.name, call.arguments) not in marked
-    ]
 
 
 def _json(body: str, schemas: Schemas, limit: int) -> tuple[Calls, int]:
@@ -311,15 +298,7 @@ def _is_one_call(code: str, start: int) -> bool:
         code: The code.
         start: The position behind its first bracket.
     """
-    inside = QUOTED.sub("''", code[start:])
-    if not re.match(r"\s*+(?:\w*+\s*+(?:[=:]|\Z)|[\"'\[{]|-?\d)", inside):
-        return False
-    depth = 1
-    for bracket in re.finditer(r"[()]", inside):
-        depth += 1 if bracket[0] == "(" else -1
-        if depth == 0:
-            return bracket.end() == len(inside.rstrip("; \n`"))
-    return True
+    return _ONE_CALL.fullmatch(QUOTED.sub("''", code[start:])) is not None
 
 
 def _lines(text: str, schemas: Schemas, limit: int) -> tuple[Calls, int]:
@@ -345,18 +324,12 @@ def _is_spoiled_call(text: str, schemas: Schemas) -> bool:
 
 
 def _is_code(text: str) -> bool:
-    """Returns whether the last line of a text is code."""
-    line = text.rpartition("\n")[2].strip()
-    # `Thought: look` is a sentence
-    lines = [s for s in statements(line) or [] if not isinstance(s, ast.AnnAssign) or s.value]
-    return bool(line) and (
-        text.count("```") % 2 == 1
-        or line.endswith((",", "(", "[", "{", "\\"))
-        or line.startswith((")", "]", "}", "@", '"""'))
-        or any(
-            not isinstance(each, (ast.Expr, ast.AnnAssign)) or isinstance(each.value, ast.Call)
-            for each in lines
-        )
+    """Returns whether a text, or its last line, is code."""
+    lines = statements(text) or statements(text.rpartition("\n")[2]) or []
+    return text.count("```") % 2 == 1 or any(
+        not isinstance(line, (ast.Expr, ast.AnnAssign))
+        or isinstance(line.value, (ast.Call, ast.Constant))
+        for line in lines  # `Thought: look` is a sentence
     )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from gspo_env.errors import ConfigError
 from gspo_env.tools.arguments import Schemas, ToolCallError, to_calls
-from gspo_env.tools.bare import bare_beside, may_have_calls, read_bare
+from gspo_env.tools.bare import may_have_calls, read_bare
 from gspo_env.tools.formats import MARK, read_at, skip_closings, without_openings
 from gspo_env.tools.tool import Tool
 from gspo_env.types import Message, ToolCall
@@ -231,5 +232,12 @@ def _find_calls(text: str, schemas: Schemas) -> tuple[Calls, str]:
     pieces.append(text[position:])
     if calls and not malformed:
         outer = [piece for piece in (pieces[0], pieces[-1]) if may_have_calls(piece, schemas)]
-        calls += bare_beside(calls, outer, schemas)
+        unmarked = chain(*(_valid(read_bare(piece, schemas, len(piece))[0]) for piece in outer))
+        calls += [_without_mark(call) for call in unmarked if call not in calls]
     return calls or mentions, "".join(pieces)
+
+
+def _without_mark(call: ToolCall) -> ToolCallError:
+    """Returns the error of a call without a mark, which no marked call repeats."""
+    message = f"the call of {call.name[:64]!r} needs the mark that the others have."
+    return ToolCallError(message=message)

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from gspo_env.tools.arguments import (
@@ -459,7 +459,7 @@ def _python(close: str, text: str, start: int, schemas: Schemas) -> Reading:
     if not fault and value and (stop == len(text) or text.startswith(close, stop)):
         return to_calls(value), min(stop + len(close), len(text))
     calls, end = _python_to(close, text, start)
-    return calls or PYTHON_FORM, len(text) if end < 0 else end
+    return calls or PYTHON_FORM, end
 
 
 def _python_lines(close: str, text: str, start: int, schemas: Schemas) -> Reading:
@@ -467,29 +467,22 @@ def _python_lines(close: str, text: str, start: int, schemas: Schemas) -> Readin
     name = _PYTHON_NAME.match(text, start)
     if name is None or name[1] not in schemas:
         return [], start
+    if text.find(close, start) < 0:
+        return f"the tool call has no closing {close}.", start
     calls, end = _python_to(close, text, start)
-    return (
-        (f"the tool call has no closing {close}.", start)
-        if end < 0
-        else (calls or PYTHON_LINES, end)
-    )
+    return calls or PYTHON_LINES, end
 
 
 def _python_to(close: str, text: str, start: int) -> tuple[list[ToolCall], int]:
-    """Returns the calls before a closing mark, which a text in them may name, and where it ends.
+    """Returns the calls before a closing mark or the end, and where they end.
 
-    Without a mark, the calls end the text and the position is -1.
+    A text in the calls may name the mark.
     """
-    end = first = text.find(close, start)
-    if first < 0:
-        return python_calls(text[start:]), -1
-    for _ in range(_MOST_MARKS):
-        calls = python_calls(text[start:end])
-        end += len(close)
-        if calls or text.find(close, end) < 0:
-            break
-        end = text.find(close, end)
-    return calls, end if calls else first + len(close)
+    marks = [*islice(re.compile(re.escape(close)).finditer(text, start), _MOST_MARKS)]
+    for mark in marks:
+        if calls := python_calls(text[start : mark.start()]):
+            return calls, mark.end()
+    return ([], marks[0].end()) if marks else (python_calls(text[start:]), len(text))
 
 
 def python_calls(text: str) -> list[ToolCall]:

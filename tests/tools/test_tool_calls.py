@@ -2,14 +2,13 @@ import dataclasses
 import functools
 import json
 import re
-import runpy
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.shop import TOOLS, as_text, calls_in_tool_env, step
+from support.tool_cases import CASES, FORMATS
 from support.turns import episode
 
 from gspo_env.cli.capture import to_lines
@@ -229,10 +228,11 @@ PLACED = [
     ({"patternProperties": {"^k": STRING}}, "644"),
     ({"patternProperties": {"^n_": INTEGER, "y$": STRING}}, "644"),
     ({"patternProperties": {"^n_": INTEGER}, "additionalProperties": STRING}, "644"),
-    ({"patternProperties": {"^k[a-z]+$": INTEGER}, "additionalProperties": STRING}, 644),
+    ({"patternProperties": {"^k[a-z]+$": INTEGER}, "additionalProperties": STRING}, "644"),
     ({"patternProperties": {r"^\\w{3}$": INTEGER, ".*": {}}}, 644),
     ({"patternProperties": {EVIL: STRING}}, "644"),
-    ({"patternProperties": {EVIL: INTEGER, "^x": STRING}}, 644),
+    ({"patternProperties": {EVIL: INTEGER, "^x": STRING}}, "644"),
+    ({"patternProperties": {EVIL: INTEGER, "^x": INTEGER}}, 644),
     ({"patternProperties": {EVIL: INTEGER}, "additionalProperties": STRING}, "644"),
     ({"properties": {"key": INTEGER}, "patternProperties": {"key": STRING}}, 644),
     ({"patternProperties": 3, "additionalProperties": {"$ref": "#/$defs/word"}}, "644"),
@@ -245,7 +245,7 @@ PLACED = [
     ({"$ref": "#/$defs/arguments"}, "644"),
     ({"$ref": "#/$defs/arguments", "properties": {"other": INTEGER}}, "644"),
     ({"if": {}, "then": {"properties": {"key": STRING}}}, "644"),
-    ({"properties": {"key": {"allOf": [{"type": ["string", "integer"]}, INTEGER]}}}, 644),
+    ({"properties": {"key": {"allOf": [{"type": ["string", "integer"]}, INTEGER]}}}, "644"),
     ({"properties": {"key": {"allOf": [{"type": "number"}, INTEGER]}}}, 644),
     ({"properties": {"key": {"type": ["string", "integer"], "allOf": [STRING]}}}, "644"),
     ({"properties": {"key": {"$ref": "#/$defs/word", "nullable": True}}}, "644"),
@@ -401,14 +401,12 @@ def test_a_malformed_call_is_an_error_in_one_sentence_that_the_policy_reads(text
     assert info == {"observation_role": "tool", "tool_errors": 1, "malformed_calls": 1}
 
 
-TABLES = runpy.run_path(str(Path(__file__).parents[1] / "docs/tables.py"))
-TABLED = {family: text for family, (*_, text) in TABLES["FORMATS"].items()}
-PARTED = [text.rsplit("2", 1) for text in TABLED.values()]
+PARTED = [text.rsplit("2", 1) for text in FORMATS.values()]
 
 
-@pytest.mark.parametrize("family", TABLED)
+@pytest.mark.parametrize("family", FORMATS)
 def test_sql_the_page_and_capture_read_the_calls_of_each_family_as_a_tool_env_does(family):
-    text, tools = f"Let me look.\n{TABLED[family]}", TOOLS
+    text, tools = f"Let me look.\n{FORMATS[family]}", TOOLS
     call = {"name": "look", "arguments": {"word": "a", "times": 2}}
     assert calls_in_tool_env(text) == ([ToolCall(**call)], 0)
 
@@ -432,10 +430,10 @@ def test_sql_the_page_and_capture_read_the_calls_of_each_family_as_a_tool_env_do
         )
 
 
-@pytest.mark.parametrize("family", TABLED)
+@pytest.mark.parametrize("family", FORMATS)
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_malformed_call_of_each_family_is_an_error_for_the_policy_and_counted(family, cut):
-    start, end = TABLED[family].rsplit("2", 1)
+    start, end = FORMATS[family].rsplit("2", 1)
     text = f"So:\n{start}" if cut else f"{start}(2{end}"
     observation, info, _ = step(text)
     assert observation.startswith("Error: ")
@@ -461,117 +459,13 @@ def test_a_malformed_call_before_a_good_one_is_counted_and_not_lost(text):
 
 
 A = {"word": "a"}
-BAR = "\uff5c"
-DSML = (
-    f'<{BAR}DSML{BAR}invoke name="look">\n<{BAR}DSML{BAR}parameter name={{}}>{{}}'
-    f"</{BAR}DSML{BAR}parameter>\n</{BAR}DSML{BAR}invoke>"
-)
-KIMI = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
-KIMI_SECTION = ["<|tool_call_section_begin|>", "<|tool_call_section_end|>"]
-SPELLINGS = [
-    ('<|python_start|>{"name": "look", "parameters": {"word": "a"}}<|python_end|>', A),
-    ('<|channel|>analysis to=functions.look code<|message|>{"word": "a"}<|call|>', A),
-    ("<|channel|>commentary to=functions.look <|constrain|>json<|message|><|call|>", {}),
-    (KIMI.format("look:0"), {}),
-    (KIMI.format("functions_look_1").join(KIMI_SECTION), {}),
-    (KIMI.format("functionslook5"), {}),
-    ('<|tool_call>call:look{word:["b, c: None"]}<tool_call|>', {"word": ["b, c: None"]}),
-    (
-        "<function name='look'><param name='word'><![CDATA[a<b>]]></param></function>",
-        {"word": "a<b>"},
-    ),
-    (
-        '<minimax:tool_call>\n<invoke name="look">\n<parameter name="word">2134</parameter>\n'
-        "</invoke>\n</minimax:tool_call>",
-        {"word": "2134"},
-    ),
-    (
-        "<|tool_call_start|>[look(a=true, b=[null, -7])]<|tool_call_end|>",
-        {"a": True, "b": [None, -7]},
-    ),
-    (
-        "<|tool_call_start|>[look(from='a\nin=\\'b\\'', in=1)]<|tool_call_end|>",
-        {"from": "a\nin='b'", "in": 1},
-    ),
-    ("<|tool_call>call:look{isTrue:False}<tool_call|>", {"isTrue": False}),
-    ('<function=look>{"word": "</function>"}</function>', {"word": "</function>"}),
-    ('```json\n{"name": "look", "arguments": {"word": "a"}}\n```', A),
-    ('```\n[\n  {"name": "look", "parameters": {"word": "a"}}\n]\n```\n', A),
-    (
-        '<function_calls>\n<invoke name="look">\n<parameter name="a>b">x</parameter>\n</invoke>\n'
-        "</function_calls>",
-        {"a>b": "x"},
-    ),
-    (
-        "<seed:tool_call>\n<function=look>\n<parameter=word>a</parameter>\n</function>\n"
-        "</seed:tool_call>",
-        A,
-    ),
-    ("<function=look>\r\n<parameter=word>\r\na\r\n</parameter>\r\n</function>", A),
-    ("<|tool_call>call:look{word:['b', None, True]}<tool_call|>", {"word": ["b", None, True]}),
-    ("<|tool_call>call:look{word:<|\"|>None: 'a'<|\"|>}<tool_call|>", {"word": "None: 'a'"}),
-    ("<|tool_call>call:look{a b:1}<tool_call|>", {"a b": 1}),
-    (DSML.format('"word" string="true"', "\na\n"), {"word": "\na\n"}),
-    (DSML.format('"word" string="true"', "644"), {"word": "644"}),
-    (DSML.format('"a" string="false"', '["x", {"y": null}]'), {"a": ["x", {"y": None}]}),
-    (
-        DSML.format('"a" string="true"', f"</{BAR}DSML{BAR}parameter> <b>"),
-        {"a": f"</{BAR}DSML{BAR}parameter> <b>"},
-    ),
-    (
-        DSML.format('"a" string="true"', "").join(
-            [f"<{BAR}DSML{BAR}tool_calls>\n", f"</{BAR}DSML{BAR}tool_calls>"]
-        ),
-        {"a": ""},
-    ),
-    (f'<{BAR}DSML{BAR}invoke name="look">{{"word": "a"}}</{BAR}DSML{BAR}invoke>', A),
-    (f"<|open|>tools<|sep|>{TABLED['Kimi K3']}<|close|>tools<|sep|>", {"word": "a", "times": 2}),
-    (f"<tool_call>\n{TABLED['MiniMax']}\n</tool_call>", {"word": "a", "times": 2}),
-    ('<tools>{"name": "look", "arguments": {"word": "a"}}</tools>', A),
-    ('{"name": "look", "arguments": {"word": "a"}}</parameter></tool>', A),
-    ('<function>\n[{"name": "look", "arguments": "null"}]\n</function>', {}),
-    ('<|channel|>commentary to=look <|message|>{"word": "a"}<|call|>', A),
-    ("<|channel|>commentary?? to=functions.look <|constrain|>json<|message|>{}<|call|>", {}),
-    ("<tool_calls>\n<tool_call>look</tool_call>\n</tool_calls>", {}),
-    ("<function_calls>\nlook(\n  word='a',\n)\n</function_calls>", A),
-    (
-        "<|tool_call_start|>[look(a-b='<|tool_call_end|>')]<|tool_call_end|>",
-        {"a-b": "<|tool_call_end|>"},
-    ),
-    ("<|tool_call_start|>[look(word='\\{\\d')]<|tool_call_end|>", {"word": "\\{\\d"}),
-    *(
-        (
-            f"<{bar}DSML{bar}{calls}>{DSML.replace(BAR, bar)}</{bar}DSML{bar}{calls}>".format(
-                '"word" string="true"', "a"
-            ),
-            A,
-        )
-        for bar, calls in [
-            *(("\uff5c\uff5c", "tool_calls"), ("|", "function_calls"), ("\u2016", "tool_calls")),
-            *((" | ", "tool_use"), ("||", "calls|"), ("", "tool_calls")),
-        ]
-    ),
-    ("<ifm|tool_calls><ifm|tool_call>look</ifm|tool_call></ifm|tool_calls>", {}),
-    (
-        '<ns:function_calls><ns:invoke name="look"><ns:parameter name="word">a</ns:parameter>'
-        "</ns:invoke></ns:function_calls>",
-        A,
-    ),
-    ('{"function_call": {"name": "look", "arguments": "{\\"word\\": \\"a\\"}"}}', A),
-    ('\u273fFUNCTION\u273f: look\n\u273fARGS\u273f: {"word": "a"}\n\u273fRESULT\u273f: ?', A),
-    ('Action: look\nAction Input:\n```json\n{"word": "a"}\n```', A),
-    ('Action: look\n\nAction Input: {"word": "a"}\nObservation: ?\nAction: leave', A),
-    ('Action:\n```json\n[{"tool_name": "look", "parameters": {"word": "a"}}]```', A),
-]
-
-
 NESTED = {
     "word": {"type": "string"},
     "lines": {"type": "array", "items": {"$ref": "#/$defs/line"}},
     "free": {},
     "pair": {"type": "array", "prefixItems": [STRING, INTEGER], "items": STRING},
     "old": {"type": "array", "items": [STRING, INTEGER]},
-    "map": {"type": "object", "patternProperties": {"^n": INTEGER, "^a": STRING}},
+    "map": {"type": "object", "patternProperties": {"^n": INTEGER, "^a": {"type": "boolean"}}},
 }
 LINE = {"type": "object", "properties": {"id": {"type": "string"}, "n": {"type": "integer"}}}
 
@@ -589,7 +483,7 @@ LINE = {"type": "object", "properties": {"id": {"type": "string"}, "n": {"type":
         ("<free><item>1</item><item>x</item></free>", {"free": [1, "x"]}),
         ("<pair><item>1</item><item>2</item><item>3</item></pair>", {"pair": ["1", 2, "3"]}),
         ("<old><item>1</item><item>2</item><item>3</item></old>", {"old": ["1", 2, 3]}),
-        ("<map><a>1</a><n>2</n></map>", {"map": {"a": "1", "n": 2}}),
+        ("<map><a>true</a><n>2</n></map>", {"map": {"a": True, "n": 2}}),
         ("<free><a b>true</a b></free>", {"free": {"a b": True}}),
         ("<lines>x</lines>", "'lines' is 'x'; expected array"),
         ("<lines><item><n>x</n></item></lines>", "'lines' is 'x'; expected integer"),
@@ -611,7 +505,7 @@ def test_elements_of_minimax_m3_nest_and_have_the_types_of_the_schema(body, argu
         assert parse_tool_calls(f"{text}\n{text}", tools) == calls * 2
 
 
-@pytest.mark.parametrize("value", TABLED.values())
+@pytest.mark.parametrize("value", FORMATS.values())
 @pytest.mark.parametrize("before", ["", "So:\n", "So: "])
 def test_a_call_without_a_mark_may_quote_any_call(value, before):
     call = ToolCall(name="look", arguments={"word": value})
@@ -620,9 +514,9 @@ def test_a_call_without_a_mark_may_quote_any_call(value, before):
         assert calls_in_tool_env(f"{before}{action}") == ([call], 0)
 
 
-@pytest.mark.parametrize("family", TABLED)
+@pytest.mark.parametrize("family", FORMATS)
 def test_an_action_that_is_cut_anywhere_makes_no_other_call(family):
-    text = TABLED[family]
+    text = FORMATS[family]
     call = ToolCall(name="look", arguments={"word": "a", "times": 2})
     for end in range(len(text)):
         for before in ("", "So:\n", "So: "):
@@ -687,24 +581,24 @@ QUOTED = [
     "</function>",
     "</tool_call>",
     "</arg_value>, so",
-    *(TABLED[family] for family in ("Hermes, Qwen", "GLM", "Qwen3-Coder", "MiniMax", "MiniCPM 5")),
-    f"<tool_call>\n{TABLED['Qwen3-Coder']}\n</tool_call> is a call",
+    *(FORMATS[family] for family in ("Hermes, Qwen", "GLM", "Qwen3-Coder", "MiniMax", "MiniCPM 5")),
+    f"<tool_call>\n{FORMATS['Qwen3-Coder']}\n</tool_call> is a call",
 ]
 
 
 @pytest.mark.parametrize("value", QUOTED)
 @pytest.mark.parametrize("family", ["Qwen3-Coder", "GLM", "Muse", "MiniMax", "MiniCPM 5"])
 def test_a_text_argument_may_quote_the_tags_of_a_call(family, value):
-    start, word, end = TABLED[family].partition("a\n" if family == "Qwen3-Coder" else ">a<")
+    start, word, end = FORMATS[family].partition("a\n" if family == "Qwen3-Coder" else ">a<")
     text = f"{start}{word.replace('a', value)}{end}"
     call = ToolCall(name="look", arguments={"word": value, "times": 2})
     assert calls_in_tool_env(text) == ([call], 0)
 
 
-@pytest.mark.parametrize(("text", "arguments"), SPELLINGS)
-def test_spellings_that_models_use_beside_that_of_their_template_are_read(text, arguments):
-    message, malformed = parse_message(text, TOOLS)
-    assert message.tool_calls == (ToolCall(name="look", arguments=arguments),)
+@pytest.mark.parametrize("case", CASES["spellings"], ids=lambda case: case["text"][:40])
+def test_spellings_that_models_use_beside_that_of_their_template_are_read(case):
+    message, malformed = parse_message(case["text"], TOOLS)
+    assert message.tool_calls == (ToolCall(name="look", arguments=case["arguments"]),)
     assert (re.sub("Action:|.*commentary[?]+", "", message.content), malformed) == ("", 0)
 
 
