@@ -103,7 +103,8 @@ def to_call(value: Any) -> ToolCall | str:
     if not all(isinstance(x, str) and x.isascii() for x in (name, *arguments, *arguments.values())):
         if any(depth == _DEEPEST for depth, _ in enumerate(levels(arguments))):
             return f"the tool call is nested more than {_DEEPEST} levels deep."
-        if re.search("[\ud800-\udfff]", json.dumps([name, arguments], ensure_ascii=False)):
+        text = json.dumps([name, arguments], ensure_ascii=False)
+        if not text.isascii() and re.search("[\ud800-\udfff]", text):
             return "the tool call has a lone surrogate, which is not a character."
     return ToolCall(name=name, arguments=arguments, id=call_id if isinstance(call_id, str) else "")
 
@@ -292,8 +293,8 @@ def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             seen.add(id(part))
             yield part
             parts.append(_resolve(part.get("$ref"), root))
-            parts += chain(*(_list(part.get(key)) for key in ("anyOf", "oneOf", "allOf")))
-            parts += (part.get(key) for key in ("then", "else"))
+            options = [_list(part[key]) for key in ("anyOf", "oneOf", "allOf") if key in part]
+            parts += [*chain(*options), part.get("then"), part.get("else")]
 
 
 def _resolve(reference: Any, root: Any) -> Any:

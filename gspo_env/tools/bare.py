@@ -90,7 +90,8 @@ _BEHIND = "the tool calls must be the last lines, as NAME(KEY=VALUE, ...) and no
 
 def may_have_calls(text: str, schemas: Schemas) -> bool:
     """Returns whether a text may have calls without a mark: most texts have none."""
-    return any(start in text for start in _STARTS) or _names_tool(text, schemas)
+    has_start = bool(text) and any(start in text for start in _STARTS)
+    return has_start or (bool(text) and _names_tool(text, schemas))
 
 
 def _names_tool(text: str, schemas: Schemas) -> bool:

@@ -7,7 +7,6 @@ function raises, whatever the text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -192,14 +191,17 @@ def _is_valid(tool: Tool, call: ToolCall) -> bool:
 
 def _read(text: str, tools: Sequence[Tool], in_reasoning: bool) -> tuple[Message, Calls]:
     """Returns an action as a message, with the malformed calls in its content, and its calls."""
-    message = _as_text(text, in_reasoning)
     schemas = {tool.name: tool.parameters for tool in tools}
-    if not message.content.strip() and message.reasoning is not None:
-        return message, [_IN_REASONING] if _find_calls(message.reasoning, schemas)[0] else []
-    calls, rest = _find_calls(message.content, schemas)
+    reasoning, content = split_reasoning(text, in_reasoning)
+    content = content or ""
+    if reasoning is not None and not content.strip():
+        calls: Calls = [_IN_REASONING] if _find_calls(reasoning, schemas)[0] else []
+        return Message(role="assistant", content=content, reasoning=reasoning), calls
+    calls, rest = _find_calls(content, schemas)
     valid = _valid(calls)
-    content = rest.strip() if valid else message.content
-    return replace(message, content=content, tool_calls=valid), calls
+    content = rest.strip() if valid else content
+    message = Message(role="assistant", content=content, reasoning=reasoning, tool_calls=valid)
+    return message, calls
 
 
 def _find_calls(text: str, schemas: Schemas) -> tuple[Calls, str]:
@@ -233,7 +235,8 @@ def _find_calls(text: str, schemas: Schemas) -> tuple[Calls, str]:
     if calls and not malformed:
         outer = [piece for piece in (pieces[0], pieces[-1]) if may_have_calls(piece, schemas)]
         unmarked = chain(*(_valid(read_bare(piece, schemas, len(piece))[0]) for piece in outer))
-        calls += [_without_mark(call) for call in unmarked if call not in calls]
+        marked = [(call.name, call.arguments) for call in _valid(calls)]
+        calls += [_without_mark(c) for c in unmarked if (c.name, c.arguments) not in marked]
     return calls or mentions, "".join(pieces)
 
 

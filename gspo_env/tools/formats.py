@@ -136,8 +136,8 @@ def skip_closings(text: str, start: int) -> int:
 
 
 def _without_marks(marks: re.Pattern[str], text: str) -> str:
-    start = max(len(text) - _LONGEST_MARKS, 0)
-    match = marks.search(text, start)
+    start = text.find("<", max(len(text) - _LONGEST_MARKS, 0))
+    match = marks.search(text, start) if start >= 0 else None
     return text[: match.start()] if match else text
 
 

@@ -236,7 +236,7 @@ PLACED = [
     ({"patternProperties": {EVIL: INTEGER}, "additionalProperties": STRING}, "644"),
     ({"properties": {"key": INTEGER}, "patternProperties": {"key": STRING}}, 644),
     ({"patternProperties": 3, "additionalProperties": {"$ref": "#/$defs/word"}}, "644"),
-    ({"patternProperties": {"[": STRING, "k": 3}}, 644),
+    ({"patternProperties": {"[": STRING, "k": 3}}, "644"),
     ({"additionalProperties": {"anyOf": [STRING, {"type": "null"}]}}, "644"),
     ({"additionalProperties": True}, 644),
     ({"allOf": [{"properties": {"key": STRING}}]}, "644"),
