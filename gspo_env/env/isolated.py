@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from gspo_env import errors
 from gspo_env.env.base import Action, Options, ResetResult, StepResult, TextEnv, UnicodeText

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.runs import tiny
 
 from gspo_env.config import to_dict, to_toml
-from gspo_env.env.tools import as_tool, tool
 from gspo_env.episodes.writer import to_table
 from gspo_env.runs import Run
+from gspo_env.tools.tool import as_tool, tool
 from gspo_env.tracking.base import RunInfo, flatten
 from gspo_env.tracking.jsonl import RunFiles
 from gspo_env.types import (

@@ -1,4 +1,4 @@
-"""Tool calls as models write them, and what is read of them: cases of many tests and of the docs."""
+"""Tool calls as models write them, and what is read of them: cases of the tests and the docs."""
 
 import json
 from pathlib import Path
