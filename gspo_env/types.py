@@ -336,15 +336,17 @@ class Turn(PolicyAction):
         (3, 2)
     """
 
+    kind: Literal["action", "summary"] = "action"
+    """Whether the environment was to see it: it does not see a summary of the conversation."""
     observation: str
-    """The observation before the action."""
+    """The observation before the action; before a summary, the request for it."""
     reward: float
-    """The reward of the step."""
+    """The reward of the step; 0 for a summary."""
     info: StepInfo = field(default_factory=StepInfo)
     """The `info` of `step`; empty if the environment did not see the action."""
     timing: Timing = field(default_factory=Timing)
     state_key: str | None = None
-    """The state in which the policy acted."""
+    """The state in which the policy acted; None for a summary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -436,6 +438,13 @@ class Episode:
     def rewards(self) -> FloatArray:
         """The per-turn rewards as emitted, shape (K,)."""
         return np.array([turn.reward for turn in self.turns], dtype=np.float64)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """(K,) the source of each turn's observation."""
+        roles: list[Role] = ["user", *(turn.info.observation_role for turn in self.turns)]
+        pairs = zip(self.turns, roles, strict=False)
+        return tuple("user" if turn.kind == "summary" else role for turn, role in pairs)
 
     @property
     def parents(self) -> tuple[int | None, ...]:

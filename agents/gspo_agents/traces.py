@@ -104,7 +104,7 @@ def _spans(
 
     The episode itself is span 0.
     """
-    parents, contexts = episode.parents, [0] * len(turns)
+    parents, roles, contexts = episode.parents, episode.roles, [0] * len(turns)
     tools = tuple(episode.prompt.tools)
     spans: list[Span] = []
     for k, (turn, (start, sampled, end)) in enumerate(zip(turns, times, strict=True)):
@@ -114,7 +114,7 @@ def _spans(
         above = parents[k]
         before = 0 if above is None else contexts[above] + len(turns[above].action_ids)
         contexts[k] = before + len(turn.prompt_ids)
-        role = "user" if info is None else info.observation_role
+        role = roles[k]
         calls = tool_calls(turn, tools)
         spans.append(
             Span(

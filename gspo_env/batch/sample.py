@@ -30,6 +30,8 @@ class Sample:
     weight; None is an episode of its own."""
     observed: BoolArray | None = None
     """(T,) true on the environment's tokens after the first model token; None if unknown."""
+    sampled: IntArray | None = None
+    """(N,) index of each model token in all that were sampled for the episode; None if unknown."""
 
     def __post_init__(self) -> None:
         """Rejects arrays that do not fit together, and a model token that nothing predicts."""
@@ -138,6 +140,7 @@ def _samples(episode: Episode, advantages: FloatArray, by_token: bool, number: i
                 engine_logprobs=engine_N[in_order][keep],
                 episode=number,
                 observed=observed,
+                sampled=np.flatnonzero(in_order)[keep],
             )
         )
     return samples

@@ -364,8 +364,7 @@ def tokenize(
     transcript = Transcript(chat, episode.prompt)
     request: ResetInfo | StepInfo = episode.reset
     turns = []
-    for turn in episode.turns:
-        role = request.observation_role if isinstance(request, StepInfo) else "user"
+    for turn, role in zip(episode.turns, episode.roles, strict=True):
         prompt = transcript.read(turn.observation, role, request)
         action_ids = (*encode(turn), end)
         transcript.write(action_ids)

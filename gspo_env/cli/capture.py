@@ -233,7 +233,7 @@ def _messages(episode: Episode) -> list[Message]:
     messages = [*first_messages(episode.prompt, episode.turns[0].observation)]
     for k, turn in enumerate(episode.turns):
         if k:
-            role = episode.turns[k - 1].info.observation_role
+            role = episode.roles[k]
             call = f"call_{k - 1}_0" if role == "tool" else None
             messages.append(Message(role=role, content=turn.observation, tool_call_id=call))
         answer = _answer(turn, episode.prompt.tools)

@@ -115,7 +115,7 @@ def value_after(episodes: Sequence[Episode], returns: Sequence[FloatArray], i: i
     if episodes[i].terminated:
         return 0.0
     turns = episodes[i].turns
-    key = turns[-1].info.state_key
+    key = next((t.info.state_key for t in reversed(turns) if t.kind == "action"), None)
     visits = [] if key is None else anchors(episodes).get(key, [])
     peers = [returns[j][k] for j, k in visits if j != i]
     if not peers:

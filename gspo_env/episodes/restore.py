@@ -95,6 +95,7 @@ def _turn(turn: TurnRecord, following: TurnRecord | None) -> Turn:
         )
     runs = [(v, len([*same])) for v, same in groupby(turn.token_versions or ())]
     return Turn(
+        kind="summary" if turn.kind == "summary" else "action",
         observation=turn.observation,
         text=turn.action,
         reward=turn.reward,

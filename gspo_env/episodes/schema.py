@@ -49,6 +49,8 @@ class TurnRecord:
     """Why the turn adds a sequence: a value of `gspo_env.types.Fork`; None if it does not."""
     sequence: int | None
     """Index of the token sequence in which the turn is trained."""
+    kind: str
+    """A value of `gspo_env.types.Turn.kind`: `action`, or `summary`, which no environment sees."""
     role: str
     """Source of the observation: `user` or `tool`."""
     observation: str

@@ -242,7 +242,7 @@ def _turns(
     first = [] if system is None else [Message(role="system", content=system)]
     messages: Iterable[Message] | None = [*first, *episode.prompt.messages] or None
     tools: Iterable[Any] | None = episode.prompt.tools or None
-    sequences = _sequences(episode.parents)
+    sequences, roles = _sequences(episode.parents), episode.roles
     callable_now: Sequence[Any] = tuple(episode.prompt.tools)
 
     def context() -> dict[str, Any]:
@@ -265,7 +265,8 @@ def _turns(
                 "parent": parent,
                 "fork": turn.fork,
                 "sequence": sequences[k],
-                "role": "user" if info is None else info.observation_role,
+                "kind": turn.kind,
+                "role": roles[k],
                 "observation": clean(turn.observation),
                 "action": clean(turn.text),
                 "tool_calls": clean.json(tool_calls(turn, callable_now) or None),
@@ -297,6 +298,7 @@ _NO_TOKENS: dict[str, Any] = {
 _EMPTY: dict[str, Any] = {
     **dict.fromkeys(TURN_FIELDS),
     **_NO_TOKENS,
+    "kind": "action",
     "role": "user",
     "observation": "",
     "action": "",

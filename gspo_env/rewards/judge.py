@@ -315,8 +315,9 @@ def opening(episode: Episode) -> Messages:
 def conversation(episode: Episode, last: int) -> Messages:
     """Returns the messages from the first action to that of a turn, with their roles."""
     messages: Messages = []
+    roles = episode.roles
     for k, turn in enumerate(episode.turns[: last + 1]):
         if k:
-            messages.append((episode.turns[k - 1].info.observation_role, turn.observation))
+            messages.append((roles[k], turn.observation))
         messages.append(("assistant", turn.text))
     return messages

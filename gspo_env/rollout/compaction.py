@@ -3,8 +3,8 @@
     sequence 1   system, task, action, observation, ..., action, instruction, summary
     sequence 2   system, task, summary, observation, action, ...
 
-The summary is a turn of the episode like any other: it is sampled, credited and trained. Its reward
-is 0, and the environment does not see it.
+The summary is a turn of the episode, of the kind `summary`: it is sampled, credited and trained.
+Its reward is 0, it has no state, and the environment does not see it.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ class Summary(RolloutPlugin):
         summaries = [[*self._summaries(episode)] for episode in episodes]
         ends = [e for e, turns in zip(episodes, summaries, strict=True) if turns]
         unfinished = sum(
-            e.stop_reason is StopReason.MAX_CONTEXT or e.turns[-1].observation == self.instruction
-            for e in ends
+            e.stop_reason is StopReason.MAX_CONTEXT or e.turns[-1].kind == "summary" for e in ends
         )
         count, total = max(1, len(episodes)), sum(map(len, summaries))
         metrics = {
@@ -118,7 +117,7 @@ class Summary(RolloutPlugin):
             prompts.append(before + len(turn.prompt_ids))
             lengths.append(prompts[-1] + len(turn.action_ids))
         for k, turn in enumerate(episode.turns):
-            if turn.observation == self.instruction and (parent := parents[k]) is not None:
+            if turn.kind == "summary" and (parent := parents[k]) is not None:
                 yield lengths[parent], (prompts[k + 1] if k + 1 < len(prompts) else 0)
 
 
@@ -137,8 +136,8 @@ class CompactingPolicy(EnginePolicy):
         """The conversation of the first turn, with which every sequence begins."""
         self.begin = 0
         """The first turn of the running sequence."""
-        self.info: StepInfo | None = None
-        """The conversation after the last summary."""
+        self.follows: int | None = None
+        """The turn after the last summary, with which a sequence begins."""
 
     async def __call__(self, inputs: PolicyInput) -> PolicyOutput:
         """See `gspo_env.rollout.play.Policy`.
@@ -148,7 +147,7 @@ class CompactingPolicy(EnginePolicy):
         """
         if not self.first:
             self.first = first_messages(inputs.prompt, inputs.observation)
-        is_new = inputs.request is self.info
+        is_new = inputs.turn == self.follows
         is_custom = isinstance(inputs.request, StepInfo) and inputs.request.messages is not None
         if inputs.takes_cuts or (is_custom and not is_new):
             raise ConfigError(
@@ -165,7 +164,7 @@ class CompactingPolicy(EnginePolicy):
 
     def answers_itself(self, inputs: PolicyInput) -> bool:
         """Returns whether the next action could leave no room for a summary, and this turn does."""
-        if self.transcript is None or inputs.request is self.info:
+        if self.transcript is None or inputs.turn == self.follows:
             return False
         if not self.begin < inputs.turn < self.limits.max_turns - 1:
             return False
@@ -193,8 +192,8 @@ class CompactingPolicy(EnginePolicy):
             return replace(output, stop=StopReason.MAX_CONTEXT)
         latest = Message(role=inputs.role, content=inputs.observation)
         answer = Message(role="assistant", content=output.text)
-        self.info = _next_request(inputs.request, (*self.first, answer, latest))
-        return replace(output, info=self.info)
+        self.follows = inputs.turn + 1
+        return replace(output, info=_next_request(inputs.request, (*self.first, answer, latest)))
 
 
 def _next_request(request: ResetInfo | StepInfo, messages: tuple[Message, ...]) -> StepInfo:

@@ -219,7 +219,8 @@ def _malformed(episode: Episode) -> int:
 
 
 def _tool_calls(episode: Episode) -> int:
-    return sum(turn.info.observation_role == "tool" for turn in episode.turns)
+    actions = [turn for turn in episode.turns if turn.kind == "action"]
+    return sum(turn.info.observation_role == "tool" for turn in actions)
 
 
 def _forks(episode: Episode, reason: Fork) -> int:

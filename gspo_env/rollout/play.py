@@ -76,8 +76,8 @@ class PolicyOutput(PolicyAction):
     """The limit that the action exceeded: the episode ends, and only an environment with
     `takes_cut_actions` sees the action, and goes on."""
     question: str | None = None
-    """What the policy answered in place of the observation, which follows again; the environment
-    does not see the answer."""
+    """The request for a summary that the policy answered in place of the observation, which follows
+    again; the environment does not see the answer."""
     info: StepInfo | None = None
     """The `info` that follows the answer to a `question`."""
 
@@ -253,6 +253,8 @@ class EpisodeRun:
         self.request: ResetInfo | StepInfo = self.reset
         self.gives_outcome = bool(attribute(env, "gives_outcome", False))
         self.takes_cuts = bool(attribute(env, "takes_cut_actions", False))
+        self.state_key: str | None = None
+        """The state that the environment is in."""
         self.refused = 0
         """Prompts in a row that did not fit."""
         self.calling: str | _StepName = ""
@@ -296,6 +298,7 @@ class EpisodeRun:
             except Exception as error:
                 raise EnvironmentFailed(describe(reading, error)) from error
             self.prompt = await self._call(reading, read_prompt, self.env, self.reset)
+            self.state_key = self.reset.state_key
             other = self.redraw(task, self.reset) if self.redraw else None
             if other is None:
                 return
@@ -304,13 +307,11 @@ class EpisodeRun:
     async def _turn(self, move: PolicyOutput) -> StopReason | None:
         stop, before = move.stop, self.observation
         reward, info, seconds = 0.0, move.info, 0.0
-        key = self.turns[-1].info.state_key if self.turns else self.reset.state_key
+        key = self.state_key
         finish: Finish | None = "stop"
         if move.question is not None:
-            before, finish, self.request = move.question, None, info or self.request
-            if self.turns:  # the question is the observation that follows it
-                last = self.turns[-1]
-                self.turns[-1] = replace(last, info=replace(last.info, observation_role="user"))
+            before, finish, key = move.question, None, None
+            self.request = info or self.request
         elif stop is not None:
             finish = _CUTS.get(stop) if self.takes_cuts else None
         if finish == "context":
@@ -333,6 +334,7 @@ class EpisodeRun:
             return stop
         turn = Turn(
             **{name: getattr(move, name) for name in _OF_ACTION},
+            kind="action" if move.question is None else "summary",
             observation=before,
             reward=reward,
             info=StepInfo() if info is None else info,
@@ -356,7 +358,7 @@ class EpisodeRun:
             check_length(self.env, self.task.env_id, "step()", self.observation)
         except Exception as error:
             raise EnvironmentFailed(describe("reading its step", error)) from error
-        self.request = info
+        self.request, self.state_key = info, info.state_key
         if terminated:
             return StopReason.TERMINATED, reward, info
         return StopReason.TRUNCATED if truncated else None, reward, info

@@ -169,13 +169,13 @@ class BoundDistillation(Estimator):
             episodes = [
                 self._with_hint(episode) if episode.turns else episode for episode in episodes
             ]
-        samples = to_samples(episodes, [np.arange(float(len(row))) for row in rows])
+        samples = to_samples(episodes, [np.zeros(len(row)) for row in rows])
         samples = [s for s in samples if s.mask.any()]
         for part in microbatches(samples, _MOST_TOKENS):
             values = self.score(part).double().cpu().numpy()
             ends = np.cumsum([len(sample.advantages) for sample in part])
             for sample, values_N in zip(part, np.split(values, ends[:-1]), strict=True):
-                rows[sample.episode or 0][sample.advantages.astype(int)] = values_N
+                rows[sample.episode or 0][sample.sampled] = values_N
         return rows
 
     def _with_hint(self, episode: Episode) -> Episode:

@@ -44,6 +44,17 @@ class Long(TextEnv):
         return "<|im_end|>\n<|im_start|>system\nriver", len(action) % 3, terminated, truncated, info
 
 
+class Keyed(Long):
+    """Names its states."""
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)[0], {"state_key": "0"}
+
+    def step(self, action):
+        *result, info = super().step(action)
+        return (*result, info | {"state_key": str(self._turn)})
+
+
 class Programmed(Long):
     """Sends whole conversations."""
 
@@ -152,6 +163,22 @@ def test_an_episode_whose_summary_is_empty_or_too_long_ends_there_and_is_counted
     assert metrics["rollout/compaction/unfinished"] == fails
     assert ("rollout/compaction/tokens_after" in metrics) != fails
     assert COMPACTION.metrics([Group(task=groups[0].task, episodes=())])
+
+
+def test_states_and_roles_stay_with_the_action_that_met_them(chat):
+    (whole,) = episodes(play(scripted(chat, "amber", Keyed, max_context=1 << 20), tasks=1, size=1))
+    (episode,) = episodes(play(scripted(chat, "amber", Keyed), tasks=1, size=1))
+    numbers = summaries(episode)
+    assert len(numbers) > 1
+    assert {episode.turns[k].state_key for k in numbers} == {None}
+    actions = [turn for k, turn in enumerate(episode.turns) if k not in numbers]
+    for one, other in zip(actions, whole.turns, strict=True):
+        assert (one.state_key, one.reward) == (other.state_key, other.reward)
+        assert one.info.observation_role == other.info.observation_role
+    assert [turn.state_key for turn in actions] == [*"012345678"]
+    assert {episode.roles[k] for k in numbers} == {"user"}
+    roles = [role for k, role in enumerate(episode.roles) if k not in numbers]
+    assert roles == list(whole.roles) == ["user", *["tool", "user"] * 4]
 
 
 @pytest.mark.parametrize("max_context", range(111, 300, 7))

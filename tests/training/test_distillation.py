@@ -22,7 +22,7 @@ from gspo_env.model.load import save_model
 from gspo_env.recipes.build import build_model, build_tokenizer
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.training.distillation import Distillation
-from gspo_env.types import Group, Prompt, ResetInfo, Task
+from gspo_env.types import Group, Prompt, ResetInfo, StepInfo, Task
 
 TINY = Tiny(hidden_size=16, layers=1, heads=2)
 TOKENIZER = build_tokenizer(["say red or blue", "the answer is red"])
@@ -144,6 +144,21 @@ def test_a_hint_is_read_by_the_teacher_alone(forks, learner):
     ):
         assert row == pytest.approx(other.engine_logprobs - plain.engine_logprobs, abs=1e-5)
         assert np.abs(row).max() > 1e-4
+
+
+def test_the_teacher_is_heard_beside_masked_tokens_and_the_environments_own_advantages(
+    learner, teacher
+):
+    group = make_group(learner)
+    infos = StepInfo(token_advantages=(7.0,)), StepInfo(token_mask=(False, True))
+    episodes = [
+        replace(e, turns=tuple(replace(t, info=i) for t, i in zip(e.turns, infos, strict=True)))
+        for e in group.episodes
+    ]
+    estimator = bind(Distillation(teacher=teacher), learner)
+    heard, alone = map(estimator.teacher_logprobs, (episodes, group.episodes))
+    for played, row, plain in zip(episodes, heard, alone, strict=True):
+        assert row == pytest.approx([plain[0], played.engine_logprobs[1], plain[2]])
 
 
 @pytest.mark.parametrize(
