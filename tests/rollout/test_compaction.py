@@ -224,9 +224,8 @@ def test_a_recorded_compacted_episode_is_tokenized_as_it_was_played(compacted, p
         again = tokenize(episode, player.chat, encode=lambda turn: turn.action_ids[:-1])
         assert [t.prompt_ids for t in again.turns] == [t.prompt_ids for t in episode.turns]
         for k in summaries(episode):
-            after = [turn.info.observation_role for turn in episode.turns[k - 1 : k + 1]]
-            assert after[0] == "user"  # the source of the instruction
-            roles.add(after[1])  # that of the observation which the instruction delayed
+            assert episode.roles[k] == "user"  # the source of the instruction
+            roles.update(episode.roles[k + 1 : k + 2])  # of the observation that it delayed
     assert roles == {"tool", "user"}
 
 
