@@ -4,6 +4,8 @@ import json
 import shutil
 from dataclasses import dataclass
 
+from gspo_env.tracking import Tracker
+
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLines:
@@ -17,7 +19,7 @@ class JsonLines:
         return Writer(run.folder, run.folder / self.file)
 
 
-class Writer:
+class Writer(Tracker):
     def __init__(self, folder, file):
         self.folder, self.file = folder, file
         self.how_to_look = f"cat {file}"

@@ -87,18 +87,17 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def written(run: Path) -> Counter[tuple[str, int, int, float]]:
-    """Returns name, step, time and value of each point in a run's folder that is not 0."""
+    """Returns name, step, time and value of each point in a run's folder."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return Counter(
         (name, line["step"], line["time"], value)
         for line in lines
         for name, value in line["metrics"].items()
-        if value
     )
 
 
 def received(uri: str, run: Path) -> Counter[tuple[str, int, int, float]]:
-    """Returns the same of each point on the server, in all of its runs, without second names."""
+    """Returns the same of each point on the server, in all of its runs."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=uri)
@@ -106,9 +105,8 @@ def received(uri: str, run: Path) -> Counter[tuple[str, int, int, float]]:
     points: Counter[tuple[str, int, int, float]] = Counter()
     for each in client.search_runs(experiments):
         for name in each.data.metrics:
-            if not name.startswith("Success/"):
-                history = client.get_metric_history(each.info.run_id, name)
-                points.update((p.key, p.step, p.timestamp, p.value) for p in history if p.value)
+            history = client.get_metric_history(each.info.run_id, name)
+            points.update((p.key, p.step, p.timestamp, p.value) for p in history)
     return points
 
 

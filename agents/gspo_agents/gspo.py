@@ -54,7 +54,7 @@ from gspo_env.rollout.collector import Collector
 from gspo_env.seeding import derive_seed
 from gspo_env.tracking.base import MODEL
 from gspo_env.tracking.console import Progress
-from gspo_env.tracking.multi import MultiTracker, parts, start
+from gspo_env.tracking.multi import MultiTracker, start
 from gspo_env.training.checkpoints import Checkpoints, CheckpointWriter
 from gspo_env.training.interrupt import stop_on_signals
 from gspo_env.training.loop import History, Loop, evaluate
@@ -171,15 +171,15 @@ class GSPOAgent:
                 findings += preflight(self, self._start.episodes if self._start else ())
         mode = decide_mode(self.model, config)
         if resumed is not None:
-            checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))
+            checkpoints, recorded = resumed.checkpoints, resumed.recorded
             findings += check_changed_files(checkpoints.run, needs_flags(config))
         else:
             folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
-            checkpoints, ids = Checkpoints(folder, config.checkpoints), {}
+            checkpoints, recorded = Checkpoints(folder, config.checkpoints), None
         self.folder = checkpoints.run
         record(self.folder, config, self._source)
         self._trained, self._resumed = True, None
-        info = run_info(config, self.env_id, mode, self.folder, ids)
+        info = run_info(config, self.env_id, mode, self.folder, recorded)
         with (
             checkpoints,
             stop_on_signals() as interrupt,
@@ -198,7 +198,7 @@ class GSPOAgent:
                 facts = run_facts(config, self.model, "")
             facts["left_out"] = self._skipped
             writer = CheckpointWriter(
-                checkpoints, interrupt, facts, lambda: tracker.ids, self._write
+                checkpoints, interrupt, facts, lambda: tracker.recorded, self._write
             )
             history = self._learn(writer, reporter, resumed, tracker)
             reporter.end(history, self.split(), self._skipped)

@@ -252,7 +252,7 @@ class Reporter:
 
 
 def run_info(
-    config: Config, env_id: str, way: RunMode, folder: Path, ids: Mapping[str, str]
+    config: Config, env_id: str, way: RunMode, folder: Path, recorded: Mapping[str, int] | None
 ) -> RunInfo:
     """Returns what trackers get when a run starts.
 
@@ -261,7 +261,7 @@ def run_info(
         env_id: The environment.
         way: How the model is run.
         folder: Folder of the run.
-        ids: The id of a resumed run in each tracker, else nothing.
+        recorded: What the checkpoint of a resumed run has, else None; see `RunInfo.resume`.
     """
     estimator = name_of("advantage", config.advantage).rpartition(":")[2]
     return RunInfo(
@@ -269,5 +269,5 @@ def run_info(
         folder=folder,
         params=to_dict(config),
         tags={"env": env_id, "advantage": estimator, "way": way.value, **versions(), **commit()},
-        resume=ids,
+        resume=recorded,
     )

@@ -106,10 +106,9 @@ class Recorder(MultiTracker):
         self._choices, self._say = parts(tracker), say
         self._failed: set[str] = set()
         tags = {"gspo_env.kind": "comparison"}
-        ids = dict.fromkeys(self._choices, "")
         super().__init__(
             self._choices,
-            RunInfo(name=folder.name, folder=folder, params=params, tags=tags, resume=ids),
+            RunInfo(name=folder.name, folder=folder, params=params, tags=tags, resume={}),
         )
 
     def __exit__(
@@ -136,7 +135,7 @@ class Recorder(MultiTracker):
             params=to_dict(run.config),
             tags={"error": error} if error else {},
             parent=self.folder,
-            resume=dict.fromkeys(self._choices, ""),
+            resume={},
             started=(run.folder / _RESULT).stat().st_mtime - result.seconds,
         )
         child = MultiTracker(waiting, info)

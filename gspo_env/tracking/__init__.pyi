@@ -1,7 +1,6 @@
 from .base import Input as Input
 from .base import NoTracker as NoTracker
 from .base import Point as Point
-from .base import Repeatable as Repeatable
 from .base import RunInfo as RunInfo
 from .base import Tracker as Tracker
 from .base import TrackerChoice as TrackerChoice

@@ -40,8 +40,13 @@ class RunInfo:
     tags: Mapping[str, str] = field(default_factory=dict)
     parent: Path | None = None
     """Folder of the comparison that the run belongs to."""
-    resume: Mapping[str, str] = field(default_factory=dict)
-    """For a resumed run, its id in each tracker by name (empty if there is none); else empty."""
+    resume: Mapping[str, int] | None = None
+    """For a resumed run, the bytes of its files `metrics` and `calls` that its checkpoint has; a
+    file without an entry is kept whole. None for a new run."""
+    id: str = ""
+    """What the tracker called the run before it was resumed."""
+    repeats: int | None = None
+    """The first step that a resumed run records again."""
     started: float = field(default_factory=time.time)
     """Start of the run, in seconds since 1970."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -87,21 +92,42 @@ class Input:
     """Its size, for example the number of tasks."""
 
 
-class Tracker(Protocol):
-    """Records one run; see `Repeatable` for trackers with a server.
+class Tracker:
+    """Records one run: the base class of trackers.
 
-    After `start`, all calls come from one thread, in the order in which the run made them. A method
-    may raise: the error is logged and counted, and the run continues.
+    After `TrackerChoice.start`, all calls come from one thread, the metrics of a step before what
+    the run recorded behind them. A method may raise: a transient error is repeated until the call
+    succeeds, also by a later process; any other is logged and counted, and the run continues.
     """
+
+    id: str = ""
+    """What the tracker calls the run, if it can be resumed."""
+    address: str = ""
+    """The address of the store, if it has one."""
+    how_to_look: str = ""
+    """The command or the address that shows the run."""
+    points_per_call = 1
+    """Maximum number of points of one `log_points`."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Records metrics of a step; values are finite floats."""
+
+    def log_points(self, points: Sequence[Point]) -> None:
+        """Records points with their times."""
+        for point in points:
+            self.log(point.metrics, point.step)
 
     def text(self, name: str, text: str) -> None:
         """Stores a text under a name such as `score.txt`."""
 
     def artifact(self, path: Path, folder: str = "") -> None:
         """Stores a file, or the files of a folder; they exist until `finish`."""
+
+    def log_input(self, source: Input) -> None:
+        """Records what the run trains on or is evaluated on."""
+
+    def log_traces(self, traces: Sequence[Trace]) -> None:
+        """Records episodes."""
 
     def finish(self, status: Status, reason: str) -> None:
         """Flushes everything and ends the run; called once.
@@ -111,38 +137,19 @@ class Tracker(Protocol):
             reason: Why it failed, or an empty string.
         """
 
-    @property
-    def how_to_look(self) -> str:
-        """The command or the address that shows the run."""
-
-
-class Repeatable(Tracker, Protocol):
-    """A tracker whose calls are idempotent: repeating one records nothing twice.
-
-    A call that fails with a transient error is repeated until it succeeds, also by a later process.
-    """
-
-    def open(self) -> str:
-        """Begins or resumes the run and returns its id; called again after a failed call."""
-
-    def log_points(self, points: Sequence[Point]) -> None:
-        """Records points; called instead of `log`."""
-
-    def log_input(self, source: Input) -> None:
-        """Records what the run trains on or is evaluated on."""
-
-    def log_traces(self, traces: Sequence[Trace]) -> None:
-        """Records episodes; called if `traces` or `train_traces` of the settings is above 0."""
-
     def is_transient(self, error: Exception) -> bool:
-        """Returns whether a call that raised this error may succeed later."""
+        """Returns whether a call that raised this error may succeed later.
+
+        Only for a tracker that records a repeated call once.
+        """
+        return False
 
 
 class TrackerChoice(Protocol):
     """The settings of a tracker: a frozen dataclass that `gspo_env.registry` finds by name."""
 
     def start(self, run: RunInfo) -> Tracker:
-        """Begins to record a run."""
+        """Begins or resumes a run; an error ends it before it trains."""
 
 
 @settings

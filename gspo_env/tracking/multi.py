@@ -6,18 +6,18 @@ import logging
 import math
 import re
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, field, fields, make_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.errors import ConfigError
 from gspo_env.redaction import redact, redact_text
 from gspo_env.registry import find, name_of
 from gspo_env.tracking.base import Input, NoTracker, RunInfo, Status, TrackerChoice, flatten
-from gspo_env.tracking.jsonl import METRICS, RunFiles, TrackerQueue
+from gspo_env.tracking.jsonl import METRICS, RunFiles
+from gspo_env.tracking.sinks import Sink
 from gspo_env.tracking.traces import Trace
 
 _log = logging.getLogger(__name__)
@@ -45,16 +45,17 @@ class MultiTracker:
     """
 
     def __init__(self, choices: Mapping[str, TrackerChoice], run: RunInfo) -> None:
-        """Starts each tracker.
+        """Starts each tracker, whose errors travel: nothing has been trained yet.
 
         Raises:
-            ConfigError: A setting is invalid, or an address does not answer.
+            ConfigError: A setting is invalid, or a store cannot be opened.
             MissingExtraError: A tracker's package is not installed.
             OutputError: A file cannot be written in the run's folder.
         """
-        self.folder, self.started, self._names = run.folder, run.started, list(choices)
-        self._queues: dict[str, TrackerQueue] = {}
-        self._errors = defaultdict[str, list[str]](list)
+        self.folder, self.started = run.folder, run.started
+        self._sinks: dict[str, Sink] = {}
+        self._unwritten: list[str] = []
+        """Errors of the run's own files, while lines wait in memory."""
         self._late: dict[str, str] = {}
         """What the trackers have not received at the end, by tracker."""
         self._finished = False
@@ -64,7 +65,12 @@ class MultiTracker:
         run = replace(run, params=flatten(redact(run.params)), tags=tags)
         self._files = RunFiles(run, tracked=bool(self._tracked))
         for name, choice in self._tracked.items():
-            self._start(name, choice, self._files.run)
+            run = replace(self._files.run, id=self._files.received(name).id)
+            try:
+                self._sinks[name] = Sink(name, choice.start(run), run, self._files)
+            except BaseException:
+                self.finish("FAILED")
+                raise
 
     def __enter__(self) -> Self:
         """Returns itself."""
@@ -141,24 +147,28 @@ class MultiTracker:
     def wait(self) -> None:
         """Waits for what has not arrived; nothing can be recorded afterwards."""
         self._finished = True
-        for queue in self._queues.values():
-            queue.end()
-        for name, queue in self._queues.items():
-            queue.wait()
-            if problem := queue.problem:  # now: a resumed run adds to the same files
-                remedy = f"; {self.remedy}" if queue.is_repeatable else ""
-                self._late[name] = f"{problem}{remedy}"
+        for sink in self._sinks.values():
+            sink.end()
+        for name, sink in self._sinks.items():
+            sink.wait()
+            if problem := sink.problem:  # now: a resumed run adds to the same files
+                self._late[name] = f"{problem}; {self.remedy}"
         self._files.close()
 
     @property
     def how_to_look(self) -> str:
         """The commands and addresses that show the run."""
-        return " or ".join(filter(None, (queue.how_to_look for queue in self._queues.values())))
+        return " or ".join(filter(None, (sink.how_to_look for sink in self._sinks.values())))
 
     @property
     def ids(self) -> dict[str, str]:
-        """The id of the run in each tracker, by name, for `RunInfo.resume`; empty if not known."""
-        return {n: self._queues[n].id if n in self._queues else "" for n in self._names}
+        """The id of the run in each tracker, by name; empty if there is none."""
+        return {name: sink.id for name, sink in self._sinks.items()}
+
+    @property
+    def recorded(self) -> dict[str, int]:
+        """The bytes of what was recorded so far, for `RunInfo.resume`."""
+        return self._files.sizes
 
     @property
     def failed(self) -> set[str]:
@@ -183,25 +193,12 @@ class MultiTracker:
     @property
     def _failures(self) -> dict[str, list[str]]:
         """The calls that failed for good, by tracker."""
-        errors = {name: self._errors[name] + q.errors for name, q in self._queues.items()}
-        return {name: messages for name, messages in {**self._errors, **errors}.items() if messages}
+        errors = {METRICS: self._unwritten, **{n: sink.errors for n, sink in self._sinks.items()}}
+        return {name: messages for name, messages in errors.items() if messages}
 
     def _least(self, setting: str) -> int:
         """Returns how many traces the settings of trackers ask for."""
-        owners: list[Any] = [c for c in self._tracked.values() if hasattr(type(c), setting)]
-        return max((getattr(choice, setting) for choice in owners), default=0)
-
-    def _start(self, name: str, choice: TrackerChoice, run: RunInfo) -> None:
-        if run.resume:
-            run_id = self._files.received(name).id or run.resume.get(name, "")
-            run = replace(run, resume={**run.resume, name: run_id})
-        try:
-            self._queues[name] = TrackerQueue(name, choice.start(run), run, self._files)
-        except (ConfigError, MissingExtraError):
-            self.finish("FAILED")
-            raise
-        except Exception as error:
-            self._count(name, "start", error)
+        return max((getattr(choice, setting, 0) for choice in self._tracked.values()), default=0)
 
     def _write(self, write: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         """Writes to the run's files; what a full disk refuses waits in memory."""
@@ -210,16 +207,13 @@ class MultiTracker:
         try:
             write(*arguments, **keywords)
         except OSError as error:
-            self._count(METRICS, "write", error)
+            message = redact_text(f"write: {type(error).__name__}: {error}")
+            if not self._unwritten:
+                _log.error("%s cannot be written, the run continues: %s", METRICS, message)
+            self._unwritten.append(message)
         else:
             if not self._files.unwritten:
-                self._errors.pop(METRICS, None)
-
-    def _count(self, name: str, method: str, error: Exception) -> None:
-        message = redact_text(f"{method}: {type(error).__name__}: {error}")
-        if not self._errors[name]:
-            _log.error("tracker %s failed, the run continues: %s", name, message)
-        self._errors[name].append(message)
+                self._unwritten.clear()
 
 
 def _number(value: Any) -> float:
@@ -233,7 +227,7 @@ def start(choice: TrackerChoice, run: RunInfo) -> MultiTracker:
     """Starts the selected tracker, or each of those that `combine` joined.
 
     Raises:
-        ConfigError: A setting is invalid, or an address does not answer.
+        ConfigError: A setting is invalid, or a store cannot be opened.
         MissingExtraError: A tracker's package is not installed.
         OutputError: A file cannot be written in the run's folder.
     """
@@ -241,15 +235,13 @@ def start(choice: TrackerChoice, run: RunInfo) -> MultiTracker:
 
 
 def check_trackers(choice: TrackerChoice) -> None:
-    """Tries the address of each tracker that has one, before anything is written or trained.
+    """Opens the store of each tracker that has one, before anything is written or trained.
 
     Raises:
-        ConfigError: It does not answer, or cannot be written.
+        ConfigError: It cannot be opened.
     """
-    part: Any
     for part in parts(choice).values():
-        if hasattr(type(part), "check"):
-            part.check()
+        getattr(part, "check", lambda: None)()
 
 
 def parts(choice: TrackerChoice) -> dict[str, TrackerChoice]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.settings import settings
-from gspo_env.tracking.base import RunInfo, Status, needs
+from gspo_env.tracking.base import RunInfo, Status, Tracker, needs
 
 
 @settings
@@ -21,8 +21,8 @@ class TensorBoard:
     def start(self, run: RunInfo) -> TensorBoardTracker:
         """Opens the event file and writes the settings into it."""
         folder = Path(self.log_dir, run.unique_name) if self.log_dir else run.folder
-        tracker = TensorBoardTracker(folder)
-        if run.resume:
+        tracker = TensorBoardTracker(folder, run.repeats)
+        if run.resume is not None:
             return tracker
         pairs = {"name": "value", "---": "---", **run.tags, **run.params}
         table = "\n".join(f"| {name} | {value} |" for name, value in pairs.items())
@@ -30,13 +30,13 @@ class TensorBoard:
         return tracker
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """One event file. Pictures and texts are shown; other files stay where the run wrote them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, repeats: int | None = None) -> None:
         with needs("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        self.writer: Any = SummaryWriter(str(folder))
+        self.writer: Any = SummaryWriter(str(folder), purge_step=repeats)
         self.how_to_look = f"tensorboard --logdir {shlex.quote(str(folder))}"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

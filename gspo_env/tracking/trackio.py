@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.settings import settings
-from gspo_env.tracking.base import RunInfo, Status, needs
+from gspo_env.tracking.base import RunInfo, Status, Tracker, needs
 
 
 @settings
@@ -24,13 +24,13 @@ class Trackio:
         """Starts the run; a comparison's runs form a group."""
         with needs("trackio"):
             import trackio
-        resume = "allow" if run.resume else "never"
+        resume = "never" if run.resume is None else "allow"
         where = (self.project, run.unique_name, run.group, self.space_id or None)
         began = trackio.init(*where, config={**run.tags, **run.params}, resume=resume)
         return TrackioTracker(self.project, run.unique_name, began, trackio.Markdown)
 
 
-class TrackioTracker:
+class TrackioTracker(Tracker):
     """One run."""
 
     def __init__(self, project: str, name: str, run: Any, markdown: Any) -> None:

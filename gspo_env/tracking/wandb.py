@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from gspo_env.files import plain_path
 from gspo_env.settings import settings
-from gspo_env.tracking.base import RunInfo, Status, needs
+from gspo_env.tracking.base import RunInfo, Status, Tracker, needs
 
 
 @settings
@@ -27,12 +28,12 @@ class WandB:
             import wandb
         who = {**asdict(self), "name": run.name, "group": run.group, "dir": run.folder}
         how = {"config": {**run.tags, **run.params}, "reinit": "create_new"}
-        if run_id := run.resume.get("wandb"):
-            how |= {"id": run_id, "resume": "allow"}
+        if run.id:
+            how |= {"id": run.id, "resume": "allow"}
         return WandBTracker(wandb.init(**who, **how, settings={"console": "off"}))
 
 
-class WandBTracker:
+class WandBTracker(Tracker):
     """One run. Texts and files are under its Files, folders under its Artifacts."""
 
     def __init__(self, run: Any) -> None:
@@ -45,7 +46,7 @@ class WandBTracker:
 
     def text(self, name: str, text: str) -> None:
         """Writes a file into the run's files."""
-        path = Path(self._run.dir, name)
+        path = plain_path(Path(self._run.dir), name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         self._run.save(path, self._run.dir, "now", glob=False)

@@ -92,6 +92,8 @@ class Checkpoints:
         """Files and checkpoints of this run that could not be written."""
         self.last: int | None = None
         """Step of the last checkpoint."""
+        self._good: list[str] = []
+        """Names of the undamaged checkpoints: the one that was resumed, and those written since."""
         self._saved_at, self._seconds = 0.0, 0.0
         try:
             self.folder.mkdir(exist_ok=True)
@@ -213,6 +215,7 @@ class Checkpoints:
         saved = self.attempt(f"the checkpoint {name}", lambda: self._write(name, fill))
         if saved:
             self.last = step
+            self._good.append(name)
             best = numbers.get("best") or {}
             self.attempt("the newest checkpoints", lambda: self._tidy(best.get("step")))
         self._saved_at = time.monotonic()
@@ -225,12 +228,12 @@ class Checkpoints:
             self.attempt("the model of the start", lambda: self._write(START, fill))
 
     def newest(self) -> Checkpoint:
-        """Returns the newest checkpoint whose files are undamaged; logs what others have.
+        """Returns the newest checkpoint whose files are undamaged; moves newer ones aside.
 
         Raises:
             OutputError: There is none.
         """
-        problems = []
+        problems: dict[Path, str] = {}
         for folder in reversed(step_folders(self.folder)):
             problem, numbers = damage(folder), None
             if not problem:
@@ -238,16 +241,25 @@ class Checkpoints:
                     numbers = json.loads(read_file(folder, "state.json", _MAX_STATE))
                 if isinstance(numbers, dict) and isinstance(numbers.get("step"), int):
                     self.last = numbers["step"]
+                    self._good = [folder.name]
+                    self._move_aside(problems)
                     return Checkpoint(folder=folder, numbers=numbers)
                 problem = "state.json has no step"
-            problems.append(f"{folder.name}: {problem}")
-            logger.warning("a checkpoint cannot be used, the one before it is: %s", problems[-1])
+            problems[folder] = f"{folder.name}: {problem}"
         if problems:
             raise OutputError(
                 f"expected a checkpoint in {str(self.folder)!r}, found only damaged ones "
-                f"({'; '.join(problems)}); start a new run"
+                f"({'; '.join(problems.values())}); start a new run"
             )
         raise OutputError(without_checkpoint(self.run))
+
+    def _move_aside(self, problems: Mapping[Path, str]) -> None:
+        """Renames damaged folders, which no later step may count as checkpoints."""
+        for folder, problem in problems.items():
+            aside = folder.with_name(f"damaged-{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            logger.warning("a checkpoint cannot be used and is now %s: %s", aside, problem)
 
     def _write(self, name: str, fill: Callable[[Path], None]) -> None:
         """Writes a folder of `checkpoints`, all or nothing."""
@@ -268,10 +280,11 @@ class Checkpoints:
             shutil.rmtree(part, ignore_errors=True)
 
     def _tidy(self, best: int | None) -> None:
-        """Deletes what is neither among the newest nor the best, and links the best."""
+        """Deletes what is neither among the newest good ones nor the best, and links the best."""
         name = f"step-{best:06d}" if best is not None else ""
-        for folder in step_folders(self.folder)[: -self.settings.keep]:
-            if folder.name != name:
+        kept = self._good[-self.settings.keep :]
+        for folder in step_folders(self.folder) if len(kept) == self.settings.keep else ():
+            if folder.name not in (*kept, name):
                 shutil.rmtree(folder)
         if name:
             link, new = self.folder / "best", self.folder / ".part-best"
@@ -291,8 +304,8 @@ class CheckpointWriter:
     """Whether the loop should stop."""
     facts: Mapping[str, Any]
     """See `gspo_env.training.resume.run_facts`."""
-    tracker_ids: Callable[[], Mapping[str, str]]
-    """Returns the id of the run in each tracker, as far as it is known."""
+    recorded: Callable[[], Mapping[str, int]]
+    """Returns the bytes of what the run has recorded; see `RunInfo.resume`."""
     write_model: Callable[[Path], None]
     """Writes the trained model into a folder."""
 
@@ -304,7 +317,7 @@ class CheckpointWriter:
             learner: Returns the state of the learner, which rests meanwhile.
             best: Whether the model is written as well, since this is the best checkpoint.
         """
-        more = {"tracker": self.tracker_ids(), "failed": self.checkpoints.failed}
+        more = {"recorded": self.recorded(), "failed": self.checkpoints.failed}
         learner_numbers, tensors = learner()
         state = {**self.facts, **more, **numbers, "learner": learner_numbers}
         return self.checkpoints.save(state, tensors, self.write_model if best else None)

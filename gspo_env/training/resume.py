@@ -7,7 +7,7 @@ import os
 import random
 import reprlib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ played."""
 
 _FACTS = {
     **{"config": str, "model": str, "dtype": str, "fingerprint": str, "failed": int},
-    **{"tracker": dict, "score": dict, "left_out": int},
+    **{"recorded": dict, "score": dict, "left_out": int},
 }
 """What a checkpoint says of its run, with the types."""
 
@@ -59,9 +59,10 @@ class Resumed:
         done = self.checkpoint.step >= self.config.steps
         return done and (self.checkpoints.run / MODEL).is_dir()
 
-    def tracker_ids(self, trackers: Iterable[str]) -> dict[str, str]:
-        """Returns the id of the run in each tracker, empty where a tracker had not given one."""
-        return {name: self.checkpoint.numbers["tracker"].get(name, "") for name in trackers}
+    @property
+    def recorded(self) -> dict[str, int]:
+        """The bytes of what the run had recorded; see `gspo_env.tracking.RunInfo.resume`."""
+        return {name: int(size) for name, size in self.checkpoint.numbers["recorded"].items()}
 
     def check(self, model: Any) -> None:
         """Checks that the model before training is the one that the run began with.

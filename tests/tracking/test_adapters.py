@@ -86,7 +86,7 @@ def test_a_run_goes_on_in_the_same_run_of_the_tracker(tmp_path, choice):
     first = start(choice, RunInfo(name="on", folder=tmp_path))
     first.log({"x": 1.0}, 1)
     first.finish("KILLED")
-    second = start(choice, RunInfo(name="on", folder=tmp_path, resume=first.ids))
+    second = start(choice, RunInfo(name="on", folder=tmp_path, resume=first.recorded))
     second.log({"x": 1.0}, 1)
     second.log({"x": 2.0}, 2)
     second.finish()

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,13 +18,13 @@ from support.jails import run_python
 from support.pretend_http import serve
 
 from gspo_env.errors import OutputError
-from gspo_env.tracking import MLflow, MultiTracker, NoTracker, RunInfo, start
+from gspo_env.tracking import MLflow, MultiTracker, NoTracker, RunInfo, Tracker, start
 from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.traces import Span, Trace
 
 
 @dataclass
-class Store:
+class Store(Tracker):
     """A repeatable tracker that fails by a plan, before or after it has stored."""
 
     plan: list[str] = field(default_factory=list)
@@ -31,16 +32,13 @@ class Store:
     texts: dict[str, str] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     ends: list[tuple[str, str]] = field(default_factory=list)
-    name: str = "first"
+    id: str = "first"
     traces: int = 1
     stored: dict[str, int] = field(default_factory=dict)
-    how_to_look = ""
+    points_per_call = 200
 
     def start(self, run):
         return self
-
-    def open(self):
-        return self.name
 
     def log(self, metrics, step):
         raise AssertionError("points have times")
@@ -54,9 +52,6 @@ class Store:
         self.fail("before")
         self.texts[name] = text
         self.fail("after")
-
-    def log_input(self, source):
-        raise AssertionError("there are none")
 
     def log_traces(self, traces):
         self.fail("before")
@@ -84,7 +79,7 @@ class Store:
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch):
     for name in ("INTERVAL", "_FIRST_PAUSE"):
-        monkeypatch.setattr(f"gspo_env.tracking.jsonl.{name}", 0.001)
+        monkeypatch.setattr(f"gspo_env.tracking.sinks.{name}", 0.001)
 
 
 def trace(key, end=1):
@@ -119,16 +114,16 @@ def test_every_point_arrives_once_if_calls_fail_before_or_after_the_store_has_th
 ):
     folder = tmp_path_factory.mktemp("run")
     store = Store(plan=list(plan))
-    resume: dict[str, str] = {}
+    resume = None
     for part, steps in enumerate(parts):  # a run that is stopped and goes on
         with tracked(folder, store, resume=resume) as tracker:
             for step in range(steps):
-                tracker.log({"a": step + part / 10, f"b{part}": 1.0}, step)
+                tracker.log({"a": step + part / 10, f"b{part}": 0.0}, step)
                 tracker.trace(trace(f"train-{step}-0-0", end=part))
             tracker.text(f"{part}.txt", "é")
         assert tracker.problems == []
-        resume = tracker.ids
-    assert resume == {"store": "first"}
+        resume = tracker.recorded
+    assert tracker.ids == {"store": "first"}
     assert Counter(store.points) == written(folder)
     assert {p[:2] for p in store.points if p[0] == "a"} == {("a", s) for s in range(max(parts))}
     assert store.stored.keys() == {f"train-{step}-0-0" for step in range(max(parts))}
@@ -140,30 +135,32 @@ def test_a_store_that_has_lost_the_run_gets_everything_again(tmp_path):
     info = RunInfo(name="r", folder=tmp_path)
     with MultiTracker({"store": Store()}, info) as tracker:
         tracker.log({"a": 1.0}, 1)
-    again = Store(name="second")
-    with tracked(tmp_path, again, resume=tracker.ids) as tracker:
+    again = Store(id="second")
+    with tracked(tmp_path, again, resume={}) as tracker:
         tracker.log({"a": 2.0}, 2)
     assert Counter(again.points) == written(tmp_path)
     assert tracker.ids == {"store": "second"}
 
 
-def test_what_a_run_recorded_before_it_was_killed_is_not_recorded_again(tmp_path):
-    with start(NoTracker(), RunInfo(name="r", folder=tmp_path)) as tracker:
-        for step in range(4):
-            tracker.log({"a": float(step), "b": 1.0}, step)
-    before = lines(tmp_path)
+def test_a_resumed_run_is_cut_to_its_checkpoint_and_sends_what_it_records_again(tmp_path):
+    store = Store()
+    with tracked(tmp_path, store) as tracker:
+        for step in range(5):
+            tracker.log({"a": float(step), "zero": 0.0}, step)
+            tracker.text(f"{step}.txt", "old")
+            if step == 2:
+                checkpoint = tracker.recorded
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "time": 1, "metri')  # killed in the middle of a write
-    with start(NoTracker(), RunInfo(name="r", folder=tmp_path, resume=tracker.ids)) as tracker:
-        for step in range(2, 6):
-            tracker.log({"a": 9.0, "new": 2.0}, step)
-    assert lines(tmp_path)[:4] == before
-    assert [(line["step"], line["metrics"]) for line in lines(tmp_path)[4:]] == [
-        (2, {"new": 2.0}),
-        (3, {"new": 2.0}),
-        (4, {"a": 9.0, "new": 2.0}),
-        (5, {"a": 9.0, "new": 2.0}),
-    ]
+    again = Store()
+    with tracked(tmp_path, again, resume=checkpoint) as tracker:
+        for step in (3, 4, 5):
+            tracker.log({"a": step + 100.0}, step)
+            tracker.text(f"{step}.txt", "new")
+    assert [line["metrics"]["a"] for line in lines(tmp_path)] == [0, 1, 2, 103, 104, 105]
+    assert {point[:2] for point in again.points} == {("a", 3), ("a", 4), ("a", 5)}
+    assert again.texts == {f"{step}.txt": "new" for step in (3, 4, 5)}
+    assert again.ends == [("FINISHED", "")]
 
 
 def test_damaged_files_of_the_queue_cost_no_point(tmp_path):
@@ -173,77 +170,14 @@ def test_damaged_files_of_the_queue_cost_no_point(tmp_path):
         file.write('{"step": 2, "loss": 1.0}\n\0\0\0\n[]\n')
     (tmp_path / "tracking" / "store.json").write_text('{"id": "fir')
     store = Store()
-    with tracked(tmp_path, store, resume=tracker.ids) as again:
+    with tracked(tmp_path, store, resume={}) as again:
         again.log({"a": 2.0}, 2)
     assert again.problems == []
     assert sorted(point[:2] for point in store.points) == [("a", 1), ("a", 2)]
-    other = {"folder": "/", "resume": 7, "parent": 7, "name": 7}
-    (tmp_path / "tracking" / "run.json").write_text(json.dumps(other))
-    with tracked(tmp_path, store, resume=tracker.ids) as third:
-        third.log({"a": 3.0}, 3)
-    assert third.problems == []
-    for text in ("{", '{"params": 7}', '{"started": 1e999}'):
+    for text in ("{", "7", '{"name": "r"}'):
         (tmp_path / "tracking" / "run.json").write_text(text)
         with pytest.raises(OutputError, match=r"run\.json.* is damaged"):
-            tracked(tmp_path, store, resume=tracker.ids)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        {"step": 2**63, "time": 5, "metrics": {"a": 1.0}},
-        {"step": -(10**30), "time": 5, "metrics": {"a": 1.0}},
-        {"step": 1, "time": 2**70, "metrics": {"a": 1.0}},
-        {"step": 1, "time": 5, "metrics": {"a": 10**400}},
-    ],
-)
-def test_a_number_that_no_store_takes_is_skipped_at_once(tmp_path, caplog, line):
-    fine = {"step": 2, "time": 5, "metrics": {"a": 1.0}}
-    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(fine)}\n")
-    store = Store()
-    with start(store, RunInfo(name="run", folder=tmp_path, resume={"first": ""})):
-        pass
-    assert {point[1] for point in store.points} == {2}
-    assert "a damaged line is skipped" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("text", {"name": "../../x.txt", "text": "a"}),
-        ("text", {"name": "a/..", "text": "a"}),
-        ("text", {"name": "/x.txt", "text": "a"}),
-        ("text", {"name": "a\0", "text": "a"}),
-        ("text", {"name": "a" * 5000, "text": "a"}),
-        ("text", {"name": 5, "text": "a"}),
-        ("text", {"name": "", "text": "a"}),
-        ("text", {"name": ".", "text": "a"}),
-        ("text", {"name": "a/.", "text": "a"}),
-        ("text", {"name": "a//b", "text": "a"}),
-        ("text", {"name": "a/", "text": "a"}),
-        ("text", {"name": "é" * 200, "text": "a"}),
-        ("text", {"text": "a"}),
-        ("artifact", {"path": "metrics.jsonl", "folder": "../.."}),
-        ("artifact", {"path": "metrics.jsonl", "folder": "/tmp"}),
-        ("finish", {"status": "ELSEWHERE", "reason": ""}),
-        ("trace", {}),
-        ("trace", {"spans": [{"x": 1}]}),
-        ("trace", {"spans": 5}),
-        ("text", []),
-    ],
-)
-def test_a_call_that_no_run_makes_is_skipped_at_once(tmp_path, caplog, name, arguments):
-    place = tmp_path / "tracking" / "calls.jsonl"
-    place.parent.mkdir()
-    fine = {"name": "text", "arguments": {"name": "a..b/c.txt", "text": "good"}, "after": 0}
-    line = {"name": name, "arguments": arguments, "after": 0}
-    place.write_text(f"{json.dumps(line)}\n{json.dumps(fine)}\n")
-    store = Store()
-    with start(store, RunInfo(name="run", folder=tmp_path, resume={"first": ""})) as tracker:
-        pass
-    assert tracker.problems == []
-    assert store.texts == {"a..b/c.txt": "good"}
-    assert "a damaged line is skipped" in caplog.text
+            tracked(tmp_path, store, resume={})
 
 
 def test_a_lone_surrogate_in_the_error_of_a_run_reaches_no_store(tmp_path):
@@ -261,10 +195,10 @@ def test_a_hostile_name_of_a_run_or_metric_reaches_no_store_as_it_is(tmp_path):
 
     infos, store = [], Choice()
     name, params = "../../\x1b[31m\ud800", {"kwargs": {"\ud800": "\udfff"}}
-    for resume in ({}, {"store": ""}):
+    for step, resume in enumerate((None, {})):
         info = RunInfo(name=name, folder=tmp_path, params=params, tags={"\ud800": "a"})
         with MultiTracker({"store": store}, replace(info, resume=resume)) as tracker:
-            tracker.log({"a\ud800": 1.0}, len(resume))
+            tracker.log({"a\ud800": 1.0}, step)
         assert tracker.problems == []
     assert {point[:2] for point in store.points} == {("a?", 0), ("a?", 1)}
     for run in infos:
@@ -281,7 +215,7 @@ def test_a_new_run_does_not_write_into_the_metrics_of_another(tmp_path):
 
 
 def test_a_store_for_files_that_fails_does_not_keep_the_points(tmp_path, monkeypatch):
-    monkeypatch.setattr("gspo_env.tracking.jsonl.PATIENCE", 0.5)
+    monkeypatch.setattr("gspo_env.tracking.sinks.PATIENCE", 0.5)
     store = Store()
     monkeypatch.setattr(Store, "artifact", lambda *_: (_ for _ in ()).throw(ConnectionError("s3")))
     (tmp_path / "a.txt").write_text("a")
@@ -324,19 +258,32 @@ def test_a_queue_of_a_stranger_names_no_file_outside_of_the_run(tmp_path):
     (tmp_path / "secret.txt").write_text("s")
     (run / "folder" / "link").symlink_to(tmp_path / "secret.txt")
     paths = ("../secret.txt", str(tmp_path / "secret.txt"), "folder", "folder/link")
-    calls = [
-        {"name": "artifact", "arguments": {"path": path, "folder": ""}, "after": 0}
-        for path in paths
-    ]
+    calls = [{"name": "artifact", "arguments": {"path": path, "folder": ""}} for path in paths]
     lines = [*map(json.dumps, calls), "not json\n"]
     (run / "tracking" / "calls.jsonl").write_text("\n".join(lines))
     store = Store()
     store.is_transient = lambda error: False
-    with tracked(run, store, resume={"store": ""}) as tracker:
+    with tracked(run, store, resume={}) as tracker:
         pass
     assert store.files == []
     assert "4 calls failed" in tracker.problems[0]
     assert store.ends == [("FINISHED", "")]
+
+
+@pytest.mark.parametrize("name", ["../../x.txt", "/x.txt", "a/../../../x.txt", "a\0"])
+def test_a_queue_of_a_stranger_writes_nothing_outside_of_the_store(
+    store, tmp_path, monkeypatch, name
+):
+    monkeypatch.setattr("gspo_env.tracking.sinks.PATIENCE", 0.5)
+    (tmp_path / "tracking").mkdir()
+    lines = [{"name": "text", "arguments": {"name": n, "text": "a"}} for n in (name, "good.txt")]
+    (tmp_path / "tracking" / "calls.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
+    with start(
+        MLflow(tracking_uri=store), RunInfo(name="r", folder=tmp_path, resume={})
+    ) as tracker:
+        pass
+    assert tracker.problems
+    assert [*tmp_path.rglob("x.txt"), *Path.cwd().rglob("x.txt")] == []
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "tracking/calls.jsonl", "tracking"])
@@ -421,7 +368,9 @@ def test_points_of_a_killed_process_arrive_when_the_run_goes_on(store, tmp_path)
     first = Received.load(tmp_path, "mlflow")
     assert len(lines(tmp_path)) == 301
     assert first.metrics < (tmp_path / "metrics.jsonl").stat().st_size
-    info = RunInfo(name="killed", folder=tmp_path, resume={"mlflow": first.id})
+    written_lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    checkpoint = {"metrics": sum(map(len, written_lines[:250]))}
+    info = RunInfo(name="killed", folder=tmp_path, resume=checkpoint)
     with start(MLflow(tracking_uri=store), info) as tracker:
         for step in range(250, 310):
             tracker.log({"a": (step + 1) / 7, "b": 1.0}, step)
@@ -430,35 +379,43 @@ def test_points_of_a_killed_process_arrive_when_the_run_goes_on(store, tmp_path)
     assert stored(store, first.id) == written(tmp_path)
 
 
-def test_a_run_of_which_only_the_answer_was_lost_is_found_again(store, tmp_path, monkeypatch):
+def test_a_run_whose_process_was_killed_before_it_kept_the_id_is_found_again(store, tmp_path):
     from mlflow.tracking import MlflowClient
 
-    make, runs = MlflowClient.create_run, []
+    settings, info = MLflow(tracking_uri=store), RunInfo(name="r", folder=tmp_path, params={"p": 1})
+    with start(settings, info) as first:
+        first.log({"a": 1.0}, 1)
+    (tmp_path / "tracking" / "mlflow.json").unlink()
+    with start(settings, replace(info, resume={})) as again:
+        again.log({"a": 2.0}, 2)
+    assert again.ids == first.ids
+    run = MlflowClient(tracking_uri=store).get_run(again.ids["mlflow"])
+    assert (run.data.params, run.data.metrics) == ({"p": "1"}, {"a": 2.0})
 
-    def lose_answer(self, *args, **keywords):
-        runs.append(make(self, *args, **keywords))
-        raise ConnectionError("the answer was lost")
 
-    monkeypatch.setattr(MlflowClient, "create_run", lose_answer)
-    with start(
-        MLflow(tracking_uri=store), RunInfo(name="r", folder=tmp_path, params={"p": 1})
-    ) as t:
-        t.log({"a": 1.0}, 1)
-    assert len(runs) == 1
-    assert t.ids == {"mlflow": runs[0].info.run_id}
-    run = MlflowClient(tracking_uri=store).get_run(t.ids["mlflow"])
-    assert (run.data.params, run.data.metrics) == ({"p": "1"}, {"a": 1.0})
+STORED_RUN = {
+    "experiment": {"experiment_id": "1", "name": "a"},
+    "run": {
+        "info": {
+            **{"run_id": "a" * 32, "run_uuid": "a" * 32, "experiment_id": "1"},
+            **{"status": "RUNNING", "artifact_uri": "mlflow-artifacts:/1"},
+        },
+        "data": {},
+    },
+}
+"""What a server answers about the run."""
 
 
 def test_a_server_that_hangs_ends_neither_the_run_nor_keeps_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("gspo_env.tracking.jsonl.PATIENCE", 0.5)
+    monkeypatch.setattr("gspo_env.tracking.sinks.PATIENCE", 0.5)
     hung, release = threading.Event(), threading.Event()
 
     def hang(handler):
-        if handler.path != "/health":
+        handler.body()
+        if handler.path.endswith("log-batch"):
             hung.set()
             release.wait(60)
-        handler.answer({})
+        handler.answer(STORED_RUN)
 
     with serve(do_GET=hang, do_POST=hang) as uri:
         with start(MLflow(tracking_uri=uri), RunInfo(name="r", folder=tmp_path)) as tracker:
@@ -478,7 +435,7 @@ def test_the_files_of_the_queue_can_be_read_by_their_owner_alone(tmp_path):
 
 
 def test_the_points_of_many_steps_are_few_calls(tmp_path, monkeypatch):
-    monkeypatch.setattr("gspo_env.tracking.jsonl.INTERVAL", 600.0)
+    monkeypatch.setattr("gspo_env.tracking.sinks.INTERVAL", 600.0)
     calls: list[int] = []
 
     class Counts(Store):

@@ -14,7 +14,7 @@ import tyro
 
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.registry import find
-from gspo_env.tracking import NoTracker, RunInfo, combine, start
+from gspo_env.tracking import NoTracker, RunInfo, Tracker, combine, start
 from gspo_env.tracking.base import needs
 from gspo_env.tracking.multi import NON_FINITE, MultiTracker, parts
 
@@ -32,7 +32,7 @@ class Learner:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Kept(Tracker):
     """Notes every call."""
 
     calls: list[tuple[Any, ...]] = field(default_factory=list)
@@ -56,14 +56,16 @@ class Kept:
     how_to_look = "look here"
 
 
-class Broken:
+class Broken(Tracker):
     """Raises in every method of its trackers."""
 
     def start(self, run):
         return self
 
-    def __getattr__(self, name):
-        raise OSError(f"{name} is broken")
+    def fail(self, *arguments, **keywords):
+        raise OSError("it is broken")
+
+    log = text = artifact = finish = fail
 
 
 class NeverStarts:
@@ -78,12 +80,12 @@ def run(tmp_path):
 
 def test_a_tracker_that_fails_in_everything_stops_neither_the_run_nor_the_other(run, caplog):
     kept = Kept()
-    choices = {"broken": Broken(), "silent": NeverStarts(), "kept": kept}
+    choices = {"broken": Broken(), "kept": kept}
     with MultiTracker(choices, run) as tracker:
         tracker.log({"a": 1}, step=1)
         tracker.text("a.txt", "a")
         tracker.artifact(__file__, "model")
-        assert tracker.ids == {"broken": "", "silent": "", "kept": ""}
+        assert tracker.ids == {"broken": "", "kept": ""}
     tracker.finish("FAILED")
     tracker.log({"a": 2}, step=2)
     assert tracker.how_to_look == "look here"
@@ -98,14 +100,18 @@ def test_a_tracker_that_fails_in_everything_stops_neither_the_run_nor_the_other(
         ("artifact", Path(__file__), "model"),
         ("finish", "FINISHED", ""),
     ]
-    assert tracker.failed == {"broken", "silent"}
-    assert sorted(tracker.problems) == [
-        "broken did NOT record everything: 5 calls failed, the first was "
-        "log: OSError: log is broken",
-        "silent did NOT record everything: 1 call failed, the first was start: "
-        "ConnectionError: nobody answers",
+    assert tracker.failed == {"broken"}
+    assert tracker.problems == [
+        "broken did NOT record everything: 4 calls failed, the first was log: OSError: it is broken"
     ]
-    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_an_error_at_the_start_of_a_tracker_ends_the_run_and_the_other_tracker(run):
+    kept = Kept()
+    with pytest.raises(ConnectionError, match="nobody answers"):
+        MultiTracker({"kept": kept, "silent": NeverStarts()}, run)
+    assert kept.calls[-1] == ("finish", "FAILED", "")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +152,7 @@ def test_no_tracker_writes_only_the_metrics(run, tmp_path):
         tracker.text("a.txt", "a")
         tracker.artifact(tmp_path)
     assert tracker.how_to_look == ""
-    assert tracker.ids == {"none": ""}
+    assert tracker.ids == {}
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (line["step"], line["metrics"]) == (1, {"a": 1.0})

@@ -55,7 +55,7 @@ def state(folder):
     """The tensors and the numbers of a checkpoint, without what differs from run to run."""
     numbers = json.loads((folder / "state.json").read_text())
     numbers["history"] = timeless(numbers["history"])
-    del numbers["config"]  # it names the folder
+    del numbers["config"], numbers["recorded"]  # it names the folder, and times have other digits
     return load_file(folder / "state-00001.safetensors"), numbers
 
 
@@ -140,9 +140,34 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(how, done, 
     cut(done, 3, Path("run"))
     harm(Path("run/checkpoints/step-000003", file))
     again = GSPOAgent.resume("run")
-    assert re.search(f"step-000003: {said}", caplog.text)
+    assert re.search(
+        f"is now run/checkpoints/damaged-step-000003: step-000003: {said}", caplog.text
+    )
     again.train()
+    assert Path("run/checkpoints/damaged-step-000003").is_dir()
     same(done / "checkpoints/step-000003", Path("run/checkpoints/step-000003"))
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_the_metrics_of_a_resumed_run_are_those_of_its_weights(done, step):
+    cut(done, step, Path("run"))
+    path = Path("run/metrics.jsonl")
+    texts = path.read_text().splitlines(keepends=True)
+    recorded = list(map(json.loads, texts))
+    for n, line in enumerate(recorded):
+        if line["step"] > step:  # played otherwise before the run was killed
+            line["metrics"] = dict.fromkeys(line["metrics"], 12345.0) | {"old": 0.0}
+            texts[n] = f"{json.dumps(line)}\n"
+    path.write_text("".join(texts))
+    history = GSPOAgent.resume("run").train()
+    again = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in again] == [line["step"] for line in recorded]
+    for line, (at, metrics) in zip(again, history, strict=True):
+        assert line["step"] == at
+        both = line["metrics"].keys() & metrics.keys()
+        assert {n: line["metrics"][n] for n in both} == {n: metrics[n] for n in both}
+        assert len(both) > 5
+        assert "old" not in line["metrics"]
 
 
 def test_without_an_undamaged_checkpoint_each_damage_is_named(done):
@@ -252,6 +277,25 @@ def test_the_newest_and_the_best_are_kept_and_the_best_can_be_played(done, monke
     assert Path("checkpoints/best").readlink() == Path("step-000006")
     monkeypatch.chdir(done.parent)  # where the run was started, with its environment's file
     assert len(GSPOAgent.load("run/checkpoints/best").evaluate(2)) == 2
+
+
+def test_only_undamaged_checkpoints_count_as_those_to_keep():
+    tensors = [("a", torch.ones(2))]
+    with Checkpoints(Path(), CheckpointConfig(save_every=1, keep=3)) as store:
+        for step in range(5):
+            store.save({"step": step, "best": {}}, tensors)
+    for step in (3, 4):
+        truncated(Path(f"checkpoints/step-{step:06d}/state-00001.safetensors"))
+    with Checkpoints(Path(), CheckpointConfig(save_every=1, keep=2)) as store:
+        assert store.newest().step == 2
+        for step in (3, 4, 5):
+            store.save({"step": step, "best": {}}, tensors)
+            good = [n for n in range(6) if Path(f"checkpoints/step-{n:06d}").is_dir()]
+            assert good == [step - 1, step]
+    assert sorted(p.name for p in Path("checkpoints").glob("damaged-*")) == [
+        "damaged-step-000003",
+        "damaged-step-000004",
+    ]
 
 
 def test_a_run_that_was_copied_without_its_links_goes_on_with_its_checkpoints(caplog):
