@@ -15,7 +15,7 @@ from gspo_env.config import Config, from_dict, to_dict, to_toml
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import MARK, find_mark, redact, redact_text, resolve, write_text
-from gspo_env.tracking.base import RunInfo
+from gspo_env.tracking.base import RunInfo, Tracker
 from gspo_env.tracking.multi import MultiTracker
 
 SECRET = "hunter2-hunter2"
@@ -103,7 +103,7 @@ def test_the_value_of_a_named_variable_is_redacted_wherever_it_appears(monkeypat
 def test_trackers_get_neither_settings_nor_texts_with_secrets(tmp_path):
     seen: list[Any] = []
 
-    class Choice:
+    class Choice(Tracker):
         def start(self, run):
             seen.append((run.params, run.tags))
             return self
@@ -111,7 +111,7 @@ def test_trackers_get_neither_settings_nor_texts_with_secrets(tmp_path):
         def text(self, name, text):
             seen.append(text)
 
-        def finish(self, status):
+        def finish(self, status, reason):
             raise OSError(f"http://me:{SECRET}@host does not answer")
 
     params = {"env_kwargs": {"servers": {"w": {"env": {"KEY": SECRET}}}}}

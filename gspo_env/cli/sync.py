@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 
@@ -18,13 +17,13 @@ class Sync:
 
     folder: tyro.conf.Positional[str] = ""
     """Folder of a run that has ended."""
-    tracking_uri: Annotated[str, tyro.conf.arg(aliases=["--tracker.tracking-uri"])] = ""
+    tracking_uri: str = ""
     """The store of MLflow; by default that of the run."""
-    experiment: Annotated[str, tyro.conf.arg(aliases=["--tracker.experiment"])] = ""
+    experiment: str = ""
     """The experiment; by default that of the run."""
-    run_name: Annotated[str, tyro.conf.arg(aliases=["--tracker.run-name"])] = ""
+    run_name: str = ""
     """The name in the store; by default that of the run."""
-    register: Annotated[str, tyro.conf.arg(aliases=["--tracker.register"])] = ""
+    register: str = ""
     """The registered model; by default that of the run."""
 
     def run(self) -> None:
@@ -50,8 +49,12 @@ class Sync:
         saved = saved_settings(folder)
         names = ("tracking_uri", "experiment", "run_name", "register")
         flags = {name: value for name in names if (value := getattr(self, name))}
-        untrusted = {n: v for n, v in saved.untrusted.items() if n.startswith("tracker.")}
-        tree = replace(saved, untrusted=untrusted).settings({"tracker": flags})
+        untrusted = {  # the flags are those of this command
+            name.removeprefix("tracker."): value
+            for name, value in saved.untrusted.items()
+            if name.startswith("tracker.")
+        }
+        tree = replace(saved, untrusted=untrusted).settings(flags)
         config = override(from_dict({"tracker": tree.get("tracker", {})}), {"tracker": flags})
         received = {name: Received.load(folder, name) for name in parts(config.tracker)}
         for name, choice in parts(config.tracker).items():

@@ -138,7 +138,12 @@ class Recorder(MultiTracker):
             resume={},
             started=(run.folder / _RESULT).stat().st_mtime - result.seconds,
         )
-        child = MultiTracker(waiting, info)
+        try:
+            child = MultiTracker(waiting, info)
+        except GspoEnvError as problem:  # a tracker never stops a comparison
+            self._say(f"{run.name}: {problem}; {self.remedy}")
+            self._failed |= waiting.keys()
+            return
         child.finish("FAILED" if error else "FINISHED", error)
         for problem in child.problems:
             self._say(f"{run.name}: {problem}")

@@ -103,6 +103,6 @@ def test_an_address_in_the_folder_is_used_only_if_the_user_names_it(monkeypatch,
     (folder / "config.toml").write_text(
         '[tracker]\nname = "mlflow"\ntracking_uri = "http://127.0.0.1:9"\n'
     )
-    flag = "--tracker.tracking-uri http://127.0.0.1:9"
+    flag = "--tracking-uri http://127.0.0.1:9"
     assert f"if you trust it, add {flag}" in refused(capsys, "sync", str(folder))
     assert "Connection refused" in refused(capsys, "sync", str(folder), *flag.split())
