@@ -10,7 +10,6 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_env.errors import EngineError
-from gspo_env.registry import load_function
 from gspo_env.settings import settings
 from gspo_env.types import VersionRuns
 
@@ -160,11 +159,11 @@ class Transformers:
         Raises:
             ModelError: The model gives other log-probabilities with a cache.
         """
-        start = load_function("gspo_env.engines.embedded.start:start_embedded", "engine")
-        engine: Engine = start(
+        from gspo_env.engines.embedded.start import start_embedded
+
+        return start_embedded(
             model, max_slots=max_slots, max_context=max_context, copy=self.own_weights
         )
-        return engine
 
 
 def check_room(prompt_ids: Sequence[int], sampling: Sampling, max_context: int) -> None:

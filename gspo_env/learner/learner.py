@@ -41,13 +41,10 @@ from gspo_env.model.adapters import adapter_is_zero, is_adapted
 from gspo_env.model.check import RunMode, check_model
 from gspo_env.model.scorer import Scorer
 from gspo_env.model.threads import tokens_of_pass
-from gspo_env.registry import load_function
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_OBSERVATIONS = "gspo_env.learner.observations:predict_with_observations"
-"""Imported only if observations are learned."""
 
 
 class Learner:
@@ -311,8 +308,9 @@ class Learner:
         row, coefficient = microbatch.row, scorer.router_coefficient
         observation_loss = None
         if self.config.observation_coef:
-            predict = load_function(_OBSERVATIONS, "observation_coef")
-            predictions, balance, observation_loss = predict(
+            from gspo_env.learner.observations import predict_with_observations
+
+            predictions, balance, observation_loss = predict_with_observations(
                 scorer, microbatch.samples, self.pack, coefficient > 0
             )
         else:

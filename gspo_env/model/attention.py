@@ -21,7 +21,6 @@ from transformers import AttentionInterface
 from gspo_env.batch.packing import upload
 from gspo_env.errors import ModelError
 from gspo_env.model import flash as varlen
-from gspo_env.registry import load_function
 
 RAGGED = "gspo_ragged"
 MOST_SCORES = 1 << 22
@@ -136,8 +135,9 @@ def attend_by_products(
     rows, heads, queries, size = q.shape
     shared, length = k.shape[1:3]
     if queries >= LONG and is_half(v):
-        attend = load_function("gspo_env.model.products:attend_by_blocks", "attention")
-        return attend(q, k, v, scale, mask, normaliser)  # type: ignore[no-any-return]
+        from gspo_env.model.products import attend_by_blocks
+
+        return attend_by_blocks(q, k, v, scale, mask, normaliser)
     if rows > 1 and rows * heads * queries * length > MOST_SCORES:
         halves = zip(*(t.chunk(2) for t in (q, k, v, mask)), strict=True)
         parts = [attend_by_products(q, k, v, scale, m, normaliser) for q, k, v, m in halves]

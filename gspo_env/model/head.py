@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 from gspo_env.model.adapters import plain_model
 from gspo_env.model.attention import PackedAttention
-from gspo_env.registry import load_function
 
 _CHUNK = {"cpu": 2**24, "cuda": 2**27}
 """Maximum logits in memory at a time. Those of a small vocabulary all fit and are computed once."""
@@ -160,7 +159,9 @@ def _product_of(weight_VD: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     large = weight_VD.numel() >= _LARGE and weight_VD.device.type == "cpu"
     if not large or not weight_VD.is_contiguous():
         return torch.matmul
-    return load_function("gspo_env.model.products:matmul", "product")
+    from gspo_env.model.products import matmul
+
+    return matmul
 
 
 def is_linear(module: Any) -> bool:

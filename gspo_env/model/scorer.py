@@ -15,7 +15,6 @@ from gspo_env.model import head
 from gspo_env.model.attention import PackedAttention, is_half
 from gspo_env.model.threads import is_small
 from gspo_env.model.tree_attention import TreeAttention
-from gspo_env.registry import load_function
 
 if TYPE_CHECKING:
     from gspo_env.model.router import RouterBalance
@@ -48,7 +47,9 @@ class Scorer:
         self, model: Any, temperature: float, *, packed: bool = True, padded: bool = False
     ) -> None:
         if not is_small(model):
-            load_function("gspo_env.model.products:use_wide_products", "product")(model)
+            from gspo_env.model.products import use_wide_products
+
+            use_wide_products(model)
         self.model, self.temperature = model, temperature
         self.head, self._body = head.linear_head(model, packed), head.body_of(model)
         self._ids = head.usable_ids(model)
@@ -84,8 +85,9 @@ class Scorer:
             predictions = predictions.at(batch.expand_N)
         if not routers:
             return predictions, None
-        balance = load_function("gspo_env.model.router:balance_router", "router")
-        return predictions, balance(router_logits, self._experts_per_token, batch.uses_T)
+        from gspo_env.model.router import balance_router
+
+        return predictions, balance_router(router_logits, self._experts_per_token, batch.uses_T)
 
     def _states(self, kept: Tensor | slice, **inputs: Any) -> tuple[Tensor, Sequence[Tensor]]:
         """Returns the head's inputs (or the logits) of the kept tokens, and router logits."""

@@ -29,7 +29,6 @@ from gspo_env.model.attention import (
     padded_length,
     widened,
 )
-from gspo_env.registry import load_function
 
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -65,8 +64,9 @@ class TreeAttention(PackedAttention):
             apply: Any = _Tree.apply
             # under autocast the norms leave queries and keys in a wider dtype than the values
             return apply(q.to(v.dtype), k.to(v.dtype), v, scale, self)  # type: ignore[no-any-return]
-        masked: Any = load_function("gspo_env.model.masked_attention:attend", "attend")
-        return masked(self, q, k, v, scale, window)  # type: ignore[no-any-return]
+        from gspo_env.model.masked_attention import attend
+
+        return attend(self, q, k, v, scale, window)
 
     @cached_property
     def _levels(self) -> list[varlen.Fork]:

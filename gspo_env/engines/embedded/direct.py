@@ -30,7 +30,6 @@ from gspo_env.model.attention import Ragged
 from gspo_env.model.check import noted_check
 from gspo_env.model.head import is_linear
 from gspo_env.model.threads import is_small
-from gspo_env.registry import load_function
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +89,9 @@ class DirectForward:
         sizes = (16, _MANY) if is_small(model) else (least, None)
         self._products = Fused(*sizes) if fused else _Products()
         if compiled or (compiled is None and fused and not is_small(model)):
-            start = load_function("gspo_env.engines.embedded.compiled:start_compiled", "decoding")
-            self._products = start(model.config, *sizes) or self._products
+            from gspo_env.engines.embedded.compiled import start_compiled
+
+            self._products = start_compiled(model.config, *sizes) or self._products
         self._exact = self.dtype is torch.float32
         packed = fused and self.dtype is model.dtype and packs(model)
         self._convert: Callable[[Tensor], Tensor] = _packed if packed else self._converted

@@ -27,7 +27,6 @@ from gspo_env.model.attention import (
     padded_length,
     sdpa,
 )
-from gspo_env.registry import load_function
 from gspo_env.types import IntArray
 
 
@@ -153,8 +152,9 @@ class _Rows:
         mask = self._masks[window]
         long = k.device.type == "cpu" and self._width >= LONG
         if long and q.dtype is not torch.float64:
-            attend = load_function("gspo_env.model.products:attend_by_blocks", "attention")
-            out: Tensor = attend(q, k, v, scale, mask, sizes=self._sizes)[0]
+            from gspo_env.model.products import attend_by_blocks
+
+            out = attend_by_blocks(q, k, v, scale, mask, sizes=self._sizes)[0]
         else:
             out = attend_rows(q, k, v, scale, mask)
         return out.transpose(1, 2).reshape(-1, *query.shape[1:])

@@ -19,7 +19,6 @@ from gspo_env.engines.embedded.kv_attention import Queries
 from gspo_env.engines.embedded.prefix_attention import common_prefix
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import is_half, padded_length, value_places
-from gspo_env.registry import load_function
 from gspo_env.types import IntArray
 
 if TYPE_CHECKING:
@@ -44,8 +43,9 @@ class KVCache:
         self._slots, self._graphs = slots, None
         if self.device.type == "cuda":
             self._slots += 1  # where the idle slots of a graph write
-            make = load_function("gspo_env.engines.embedded.graphs:DecodeGraphs", "CUDA graphs")
-            self._graphs = make(model, self, slots)
+            from gspo_env.engines.embedded.graphs import DecodeGraphs
+
+            self._graphs = DecodeGraphs(model, self, slots)
 
     def check_weights(self) -> None:
         """Takes note of weights that have moved; call it after an update."""

@@ -11,7 +11,6 @@ from annotated_types import Ge, Gt, Interval
 
 from gspo_env.engines.base import Engine
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.registry import load_function
 from gspo_env.settings import settings
 
 EXTENSION = "gspo_env.engines.vllm.worker.CheckedWorker"
@@ -69,9 +68,9 @@ class VLLM(VLLMSettings):
 
     def start(self, model: Any, *, max_slots: int, max_context: int) -> Engine:
         """Starts vLLM with the weights of a model; see `Transformers.start`."""
-        start = load_function("gspo_env.engines.vllm.local:VLLMEngine", "engine")
-        engine: Engine = start(model, self, max_slots=max_slots, max_context=max_context)
-        return engine
+        from gspo_env.engines.vllm.local import VLLMEngine
+
+        return VLLMEngine(model, self, max_slots=max_slots, max_context=max_context)
 
 
 @settings
@@ -116,6 +115,6 @@ class VLLMServer(VLLMSettings):
 
     def start(self, model: Any, *, max_slots: int, max_context: int) -> Engine:
         """Starts or joins the servers with the weights of a model; see `Transformers.start`."""
-        start = load_function("gspo_env.engines.vllm.server:VLLMServerEngine", "engine")
-        engine: Engine = start(model, self, max_slots=max_slots, max_context=max_context)
-        return engine
+        from gspo_env.engines.vllm.server import VLLMServerEngine
+
+        return VLLMServerEngine(model, self, max_slots=max_slots, max_context=max_context)
