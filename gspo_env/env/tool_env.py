@@ -76,7 +76,7 @@ class ToolEnv(TextEnv):
     @cached_property
     def tools(self) -> tuple[Tool, ...]:  # type: ignore[override]
         """The tools, bound to this environment."""
-        return (*tool_methods(type(self), self), *self._functions)
+        return (*tool_methods(type(self), self), *type(self)._functions)
 
     def step(self, action: str) -> StepResult:
         """Calls the tools of an action, or passes the action to `on_final`.
