@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Generic, Literal, TypeVar
 
 from gspo_env.errors import OutputError
@@ -159,6 +159,9 @@ def _point(*, step: Any, time: Any, metrics: dict[str, Any]) -> Point:
 
 
 def _call(*, name: CallName, arguments: dict[str, Any]) -> Call:
+    place = PurePath(str(arguments.get("name" if name == "text" else "folder", "")))
+    if place.is_absolute() or ".." in place.parts:
+        raise ValueError(f"{str(place)!r} leaves the artifacts of the run")
     return Call(name=name, arguments=dict(arguments))
 
 
