@@ -335,7 +335,7 @@ def _lengths(
     if shown := imitation_samples(demonstrations[:_EPISODES], agent.chat, limits.max_context):
         return _read(shown)
     timeout = {"rollout": {"episode_timeout": min(_SECONDS, limits.episode_timeout)}}
-    options, weights = next_options(config.curriculum, []), agent.environments.weights
+    options, weights = next_options(config.curriculum, {}), agent.environments.weights
     tasks = draw_tasks(weights, seed=config.seed, step=-1, count=_EPISODES, options=options)
     held_out, size = agent.split().held_out, usable_ids(agent.model)
     with (

@@ -61,7 +61,7 @@ def _episode(record: EpisodeRecord) -> Episode:
             tools=tuple(_json(record.tools, list)),
             messages=messages if system is None else messages[1:],
         ),
-        turns=tuple(map(_turn, record.turns, (*record.turns[1:], None))),
+        turns=tuple(_turn(t, record.turns[k + 1 : k + 3]) for k, t in enumerate(record.turns)),
         ending=Ending(
             reason=reason,
             outcome=record.outcome if record.own_outcome else None,
@@ -79,23 +79,33 @@ def _episode(record: EpisodeRecord) -> Episode:
     )
 
 
-def _turn(turn: TurnRecord, following: TurnRecord | None) -> Turn:
+def _turn(turn: TurnRecord, rest: Sequence[TurnRecord]) -> Turn:
+    """Returns a turn.
+
+    Args:
+        turn: Its record.
+        rest: The two turns after it: a summary lies between an observation and the action.
+    """
     parts = _json(turn.reward_parts, dict)
     info = StepInfo(reward_parts=parts)
-    if following is not None:
-        if following.role not in get_args(Role):
-            raise ValueError(f"a role is {following.role!r}")
+    if rest:
+        following = rest[0]
+        met = next((t for t in rest if t.kind == "action"), following)
+        if met.role not in get_args(Role):
+            raise ValueError(f"a role is {met.role!r}")
         info = StepInfo(
             reward_parts=parts,
-            observation_role=following.role,  # type: ignore[arg-type]
+            observation_role=met.role,  # type: ignore[arg-type]
             messages=_messages(following.messages),
             tools=None if following.tools is None else tuple(_json(following.tools, list)),
             agent=following.agent,
-            state_key=following.state_key,
+            state_key=None if turn.kind == "summary" else met.state_key,
         )
+    if turn.kind not in ("action", "summary"):
+        raise ValueError(f"the kind of a turn is {turn.kind!r}")
     runs = [(v, len([*same])) for v, same in groupby(turn.token_versions or ())]
     return Turn(
-        kind="summary" if turn.kind == "summary" else "action",
+        kind=turn.kind,  # type: ignore[arg-type]
         observation=turn.observation,
         text=turn.action,
         reward=turn.reward,

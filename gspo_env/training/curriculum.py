@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_env.errors import ConfigError
@@ -38,21 +38,24 @@ class Curriculum:
     Its defaults, the choice `none`, play new tasks without options.
     """
 
-    def options(self, results: Sequence[StepResult]) -> Mapping[str, Any]:
+    def options(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the options of `reset` in the next step, which are JSON values.
 
-        A function of the results alone, so that a resumed run continues in the same way.
+        A function of its arguments alone, so that a resumed run continues in the same way.
 
         Args:
-            results: All steps before, the last one last.
+            state: See `record`.
         """
         return {}
 
-    def record(self, state: Mapping[str, Any], groups: Sequence[Group]) -> Mapping[str, Any]:
-        """Returns the state for `draw` after a step, as JSON.
+    def record(
+        self, state: Mapping[str, Any], results: Sequence[StepResult], groups: Sequence[Group]
+    ) -> Mapping[str, Any]:
+        """Returns the state after a step, as JSON; a checkpoint holds it, so it is to stay small.
 
         Args:
             state: The state before; empty at first.
+            results: What the episodes of the step were, for each of the options that they had.
             groups: The groups that the step played.
         """
         return state
@@ -78,8 +81,7 @@ class TaskSampler:
     """The weight of each environment, by the `env_id` of its tasks."""
     seed: int
     tasks_per_step: int
-    results: list[StepResult] = field(default_factory=list)
-    drawn_from: Mapping[str, Any] = field(default_factory=dict)
+    seen: Mapping[str, Any] = field(default_factory=dict)
     """The curriculum's state; see `Curriculum.record`."""
 
     def draw(self, step: int) -> Sequence[Task]:
@@ -89,9 +91,9 @@ class TaskSampler:
             seed=self.seed,
             step=step,
             count=self.tasks_per_step,
-            options=next_options(self.curriculum, self.results),
+            options=next_options(self.curriculum, self.seen),
         )
-        return self.curriculum.draw(tasks, self.drawn_from)
+        return self.curriculum.draw(tasks, self.seen)
 
     def record(self, groups: Sequence[Group]) -> dict[str, float]:
         """Records the groups of a step; returns the metrics.
@@ -103,28 +105,19 @@ class TaskSampler:
         for group in played:
             key = json.dumps(group.task.options, sort_keys=True)
             by_options.setdefault(key, []).append(group)
+        results: list[StepResult] = []
         metrics: dict[str, float] = {}
         for alike in by_options.values():
             stats = EpisodeStats.of([e for g in alike for e in g.episodes if not e.failed])
             options = dict(alike[0].task.options)
-            self.results.append(StepResult(options, stats.success, stats.mean_return))
-            metrics |= self.results[-1].metrics()
+            results.append(StepResult(options, stats.success, stats.mean_return))
+            metrics |= results[-1].metrics()
         if played:
-            self.drawn_from = self.curriculum.record(self.drawn_from, played)
+            self.seen = self.curriculum.record(self.seen, results, played)
         return metrics
 
-    def state(self) -> dict[str, Any]:
-        """Returns the state for `restore`, as JSON."""
-        results = [asdict(result) for result in self.results]
-        return {"results": results, "drawn_from": dict(self.drawn_from)}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of another sampler of the same run."""
-        self.results = [StepResult(**result) for result in state["results"]]
-        self.drawn_from = dict(state["drawn_from"])
-
-
-def next_options(curriculum: Curriculum, results: Sequence[StepResult]) -> dict[str, Any]:
+def next_options(curriculum: Curriculum, state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options that a curriculum chooses.
 
     Raises:
@@ -132,7 +125,7 @@ def next_options(curriculum: Curriculum, results: Sequence[StepResult]) -> dict[
     """
     name = type(curriculum).__name__
     try:
-        mapping = dict(curriculum.options(results))
+        mapping = dict(curriculum.options(state))
         options: dict[str, Any] = json.loads(json.dumps(mapping))
     except Exception as error:
         raise ConfigError(

@@ -227,7 +227,7 @@ class Loop:
             "played": self.played,
             "best": self.best,
             "history": list(self.history),
-            "tasks": self.tasks.state(),
+            "curriculum": dict(self.tasks.seen),
             "score": self.score.state(),
             "buffer": self.buffer.state(),
             "generators": generator_states(),
@@ -257,7 +257,7 @@ class Loop:
         check_types(state["best"], {"step": 0, "success": 0.0})
         self.best = dict(state["best"])
         self.history = [(int(step), dict(metrics)) for step, metrics in state["history"]]
-        self.tasks.restore(state["tasks"])
+        self.tasks.seen = dict(state["curriculum"])
         self.buffer.restore(state["buffer"], self.step)
         self.score.restore(state["score"])
         self.learner.restore(checkpoint.tensors(), state["learner"])

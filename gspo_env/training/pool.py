@@ -35,7 +35,9 @@ class Pool(Curriculum):
     decay: Annotated[float, Interval(gt=0, le=1)] = 0.9
     """What the counts of a task are multiplied by after each step."""
 
-    def record(self, state: Mapping[str, Any], groups: Sequence[Group]) -> Mapping[str, Any]:
+    def record(
+        self, state: Mapping[str, Any], results: Sequence[StepResult], groups: Sequence[Group]
+    ) -> Mapping[str, Any]:
         """Returns the largest group, and the seed, the successes and the failures by task key.
 
         A task without a key has its seed for one. Episodes that failed don't count.
@@ -91,10 +93,15 @@ class Ladder(Curriculum):
                 "expected both, such as --option hops --values 1 2 3"
             )
 
-    def options(self, results: Sequence[StepResult]) -> Mapping[str, Any]:
+    def options(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the option with its present value."""
-        level = 0
-        recent: list[float] = []
+        return {self.option: self.values[state.get("level", 0)]}
+
+    def record(
+        self, state: Mapping[str, Any], results: Sequence[StepResult], groups: Sequence[Group]
+    ) -> Mapping[str, Any]:
+        """Returns the index of the present value, and the successes of the last steps with it."""
+        level, recent = state.get("level", 0), state.get("recent", [])
         for result in results:
             if result.options.get(self.option, self.values[level]) != self.values[level]:
                 continue  # of groups that were drawn before the last change
@@ -102,4 +109,4 @@ class Ladder(Curriculum):
             enough = len(recent) == self.window and sum(recent) / self.window >= self.success
             if enough and level + 1 < len(self.values):
                 level, recent = level + 1, []
-        return {self.option: self.values[level]}
+        return {"level": level, "recent": recent}

@@ -87,15 +87,28 @@ def episodes(draw, task):
         )
     )
     infos[-1:] = [StepInfo()] * bool(count)  # nothing follows the last turn
+    kinds = ["action"] * count
+    for k in range(1, count):
+        if kinds[k - 1] == "action" and draw(st.booleans()):
+            kinds[k] = "summary"
+            last = k == count - 1  # no action met the observation before it
+            met = {"observation_role": "user", "state_key": None} if last else {}
+            infos[k - 1] = replace(infos[k - 1], **met)
+            role = infos[k - 1].observation_role
+            infos[k] = replace(infos[k], observation_role=role, state_key=None)
     reset = ResetInfo(task_key=draw(key))
     if count:
         reset = replace(reset, agent=draw(key), state_key=draw(key))
     turns = []
     for k in range(count):
+        state_key = infos[k - 1].state_key if k else reset.state_key
+        if k and kinds[k - 1] == "summary":
+            state_key = infos[k - 2].state_key
         sampled = draw(ids)
         split = draw(st.integers(0, len(sampled)))
         runs = [(3, split), (4, len(sampled) - split)] if 0 < split < len(sampled) else []
         turn = Turn(
+            kind=kinds[k],
             observation=draw(text),
             text=draw(text | st.just('<tool_call>{"name": "look", "arguments": {}}</tool_call>')),
             reward=draw(number),
@@ -107,7 +120,7 @@ def episodes(draw, task):
             weights_version=3,
             weights_versions=tuple(runs),
             timing=Timing(generate=draw(st.floats(0, 9)), step=draw(st.floats(0, 9))),
-            state_key=infos[k - 1].state_key if k else reset.state_key,
+            state_key=None if kinds[k] == "summary" else state_key,
             info=replace(infos[k], reward_parts=draw(st.dictionaries(text, number, max_size=2))),
         )
         turns.append(turn)

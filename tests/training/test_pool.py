@@ -26,7 +26,7 @@ def played(seed, key, successes, size):
 def after(*steps, pool=Pool()):  # noqa: B008
     state = {}
     for groups in steps:
-        state = pool.record(state, [played(*group) for group in groups])
+        state = pool.record(state, [], [played(*group) for group in groups])
     return state
 
 
@@ -62,4 +62,4 @@ def test_the_state_has_counts_by_key_or_else_by_seed_and_does_not_grow_with_the_
     group = played(7, None, 1, 2)
     failed = replace(group.episodes[0], ending=Ending(reason=StopReason.CRASH))
     group = replace(group, episodes=(*group.episodes, failed))
-    assert Pool().record({}, [group])["tasks"] == {"7": [7, 1.0, 1.0]}
+    assert Pool().record({}, [], [group])["tasks"] == {"7": [7, 1.0, 1.0]}

@@ -183,7 +183,7 @@ FORGED = {
     "no JSON": ("state.json", b"{", "state.json has no step"),
     "lists without end": ("state.json", b"[" * 10**6, "state.json has no step"),
     "a step that is a list": ("state.json", {"step": []}, "state.json has no step"),
-    "an unknown result": ("state.json", {"results": [{"x": 1}]}, "is damaged: TypeError"),
+    "a curriculum that is text": ("state.json", {"curriculum": "x"}, "state.curriculum is 'x'"),
     "a history that is a number": ("state.json", {"history": 5}, "is damaged: ValueError"),
     "a negative step": ("state.json", {"step": -1}, "is damaged: ValueError: step is -1"),
     "a best step that is text": (
