@@ -145,8 +145,8 @@ class Recorder(MultiTracker):
             self._failed |= waiting.keys()
             return
         child.finish("FAILED" if error else "FINISHED", error)
-        for problem in child.problems:
-            self._say(f"{run.name}: {problem}")
+        for said in child.problems:
+            self._say(f"{run.name}: {said}")
         self._failed |= child.failed
         for key in {*waiting} - child.failed:
             self._recorded.setdefault(key, []).append(run.name)
