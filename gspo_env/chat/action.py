@@ -6,20 +6,24 @@ reasoning is what stands before `</think>`, and tool calls stay text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gspo_env.chat.encode import BoundedCache, TextEncoder, map_texts
+from gspo_env.chat.response import (
+    REASONING_KEYS,
+    calls_for_template,
+    name_and_arguments,
+    parse_response,
+)
 from gspo_env.env.base import clean
-from gspo_env.registry import load_function
 from gspo_env.tools.calls import MOST_THOUGHTS, REASONING
 from gspo_env.types import Message
 
 _CACHE_BYTES = 1 << 24
 _TAIL = 12
 """Ids at the end of a prompt that hold the mark of reasoning, also where it is plain text."""
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,19 +108,6 @@ def _assistant(content: str, reasoning: str | None, calls: Sequence[Any]) -> dic
     return message | ({"tool_calls": list(calls)} if calls else {})
 
 
-def calls_for_template(message: Message) -> list[dict[str, Any]]:
-    """Returns the calls of a message in the form of templates."""
-    calls = [
-        {
-            "type": "function",
-            **({"id": call.id} if call.id else {}),
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in message.tool_calls
-    ]
-    return list(map_texts(calls, clean))
-
-
 class ActionParser:
     """Parses sampled actions.
 
@@ -155,11 +146,9 @@ class ActionParser:
         action = self._cached(tuple(action_ids), has_end, stop, is_open)
         if not self._has_schema:
             return action
-        parse = load_function("gspo_env.chat.response:parse_response", "parser")
         text = action.rendering if has_end else action.body
-        return replace(
-            action, **parse(self._tokenizer, self._encoder, text, prompt_ids, tools, is_open)
-        )
+        parts = parse_response(self._tokenizer, self._encoder, text, prompt_ids, tools, is_open)
+        return replace(action, **parts)
 
     def _opens(self, prompt_ids: tuple[int, ...]) -> bool:
         """Returns whether a prompt ends with the start of the reasoning."""
@@ -199,8 +188,3 @@ class ActionParser:
             stop_text=stop_text,
             encoder=encoder,
         )
-
-
-def name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
-    """Returns what a call in the form of templates says."""
-    return call["function"]["name"], call["function"]["arguments"]
