@@ -18,7 +18,7 @@ from gspo_env.tools.python import literal
 from gspo_env.types import ToolCall
 
 _SPACE: Any = json.decoder.WHITESPACE  # type: ignore[attr-defined]
-_DEEPEST = 90
+_NESTS, _DEEPEST = (dict, list), 90
 """Most levels of the arguments of a call, which a request of 100 levels holds."""
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
 _KINDS: Mapping[type, str] = {
@@ -100,7 +100,8 @@ def to_call(value: Any) -> ToolCall | str:
             return fault.replace("the tool call is", 'the "arguments" are', 1)
     if not isinstance(arguments, dict):
         return f'the "arguments" must be a JSON object, got {type(arguments).__name__}.'
-    if not all(isinstance(x, str) and x.isascii() for x in (name, *arguments, *arguments.values())):
+    texts = (name, *arguments, *arguments.values())
+    if not all(x.isascii() if isinstance(x, str) else not isinstance(x, _NESTS) for x in texts):
         if any(depth == _DEEPEST for depth, _ in enumerate(levels(arguments))):
             return f"the tool call is nested more than {_DEEPEST} levels deep."
         text = json.dumps([name, arguments], ensure_ascii=False)
