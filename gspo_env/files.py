@@ -1,4 +1,4 @@
-"""Reads and writes in a folder that may be a stranger's, such as the folder of a run.
+"""Reads and writes in a folder that may be untrusted, such as the folder of a run.
 
 A command that reads or writes in the folder of a run calls `check_folder` first. Below the folder
 no part of a path is a link, only regular files of a bounded size are read, and a file is written
@@ -13,7 +13,7 @@ Example:
     b'hello'
     >>> read_file(folder, "../note.txt", 10)
     Traceback (most recent call last):
-    OSError: [Errno 22] is no plain relative name: '../note.txt'
+    OSError: [Errno 22] is not a plain relative name: '../note.txt'
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def plain_path(folder: Path, name: str | PurePath) -> Path:
     """
     parts = PurePath(name).parts
     if not parts or PurePath(name).is_absolute() or ".." in parts:
-        raise OSError(errno.EINVAL, "is no plain relative name", str(name))
+        raise OSError(errno.EINVAL, "is not a plain relative name", str(name))
     path = folder
     for part in parts:
         path = path / part
@@ -100,7 +100,7 @@ def regular_file(
     path = folder / name if links else plain_path(folder, name)
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):  # a device or a pipe may never end
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     if status.st_size > max_bytes:
         raise OSError(errno.EFBIG, f"has more than {max_bytes:,} bytes", str(path))
     return path
@@ -127,7 +127,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def check_types(value: Any, like: Any, name: str = "state") -> None:
-    """Checks that JSON, which a stranger may have written, has the types of other JSON.
+    """Checks that JSON from an untrusted file has the types of other JSON.
 
     Only what both have is compared, and no items of lists.
 

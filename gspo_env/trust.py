@@ -377,7 +377,7 @@ def _find_problem(folder: Path, settings: Mapping[str, Any]) -> TrustProblem | N
     folder = folder.resolve()
     places = (folder, *folder.parents[:_PARENTS])
     records = [entry for place in places if (entry := _read_record(place)) is not None]
-    if not records:  # and no file that a stranger names is opened
+    if not records:  # and no file that an untrusted folder names is opened
         return TrustProblem(reason=_NO_RECORD)
     now = _describe(settings)
     texts = [set(_file_names(text)) for text in _texts(settings)]

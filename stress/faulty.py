@@ -26,7 +26,7 @@ KINDS = {
     "exit": "It raises `SystemExit`.",
     "hang": "It does not return for `hang` seconds; in the main thread it raises.",
     "nan": "The reward is NaN; `reset` returns no text.",
-    "type": "The result is no tuple.",
+    "type": "The result is not a tuple.",
     "long": "The observation has 10 million characters.",
     "crash": 'The process ends at once; for `rollout.isolation = "process"`.',
 }

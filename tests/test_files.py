@@ -81,7 +81,7 @@ def test_a_link_in_the_folder_of_a_run_is_refused_and_nothing_is_written(
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_pipe_in_the_folder_of_a_run_is_refused(capsys, run, command):
     os.mkfifo(run / "warnings.txt")
-    assert "is no regular file" in refused(capsys, *COMMANDS[command])
+    assert "is not a regular file" in refused(capsys, *COMMANDS[command])
 
 
 DAMAGE = {
@@ -172,7 +172,7 @@ def _writer(text):
     "name", ["..", "../precious/file", "/etc/passwd", "a/../../precious/file", ""]
 )
 def test_a_name_that_leaves_the_folder_is_refused(run, name):
-    with pytest.raises(OSError, match="is no plain relative name"):
+    with pytest.raises(OSError, match="is not a plain relative name"):
         read_file(run, name, 100)
     with pytest.raises(OSError, match="has more than 3 bytes"):
         read_file(run, "config.toml", 3)

@@ -189,10 +189,10 @@ def test_a_device_or_a_pipe_as_settings_is_refused(capsys, foreign):
     folder = foreign({})
     (folder / "gspo_env.json").unlink()
     (folder / "gspo_env.json").symlink_to("/dev/zero")
-    assert "is no regular file" in refused(capsys, "evaluate", "--model", str(folder))
+    assert "is not a regular file" in refused(capsys, "evaluate", "--model", str(folder))
     (folder / "gspo_env.json").unlink()
     os.mkfifo(folder / "gspo_env.json")
-    assert "is no regular file" in refused(capsys, "evaluate", "--model", str(folder))
+    assert "is not a regular file" in refused(capsys, "evaluate", "--model", str(folder))
 
 
 def test_a_link_to_other_settings_is_read_as_data_too(capsys, tmp_path, foreign):

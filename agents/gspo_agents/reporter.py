@@ -58,7 +58,7 @@ class Reporter:
         attempt = checkpoints.attempt
         self.episodes = EpisodeLog(checkpoints.run, config.episodes, tokenizer, attempt)
         self._warnings: list[str] = []
-        with suppress(OSError):  # there is none, or a stranger's is too large
+        with suppress(OSError):  # there is none, or an untrusted one is too large
             warnings = read_file(checkpoints.run, "warnings.txt", 1 << 20)
             self._warnings = warnings.decode(errors="replace").splitlines()
         self._evaluations: list[EvalSnapshot] = []

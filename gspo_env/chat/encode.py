@@ -227,7 +227,7 @@ class TextEncoder:
 
 
 def _run(function: Callable[..., R], *args: Any, **others: Any) -> R:
-    """Calls a tokenizer, whose panics are no `Exception` and would end the process."""
+    """Calls a tokenizer, whose panics are no `Exception`s and would end the process."""
     try:
         return function(*args, **others)
     except BaseException as error:
@@ -282,7 +282,7 @@ def _bytes(value: Any) -> int:
 
 
 def drop_marks(text: str) -> str:
-    """Returns a text without lone surrogates that are no stand-in."""
+    """Returns a text without lone surrogates, except stand-ins."""
     return _HALF_STAND_IN.sub("", text)
 
 

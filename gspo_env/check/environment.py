@@ -80,7 +80,7 @@ class Checked:
             yield Finding(
                 name="success",
                 text="Every outcome above 0, because the last `info` has no `success`.",
-                advice="Give it if partial outcomes are no success.",
+                advice="Give it if a partial outcome is not a success.",
                 ok=True,
             )
         won, played = sum(self.demonstrated), len(self.demonstrated)

@@ -84,7 +84,7 @@ class Compare(Run):
 
 
 def print_markdown(text: str) -> None:
-    """Prints a text with its tables drawn, or as it is if stdout is no terminal."""
+    """Prints a text with its tables drawn, or as it is if stdout is not a terminal."""
     from rich.console import Console
     from rich.markdown import Markdown
 

@@ -271,7 +271,7 @@ def _special(line: str, now: PolicyInput) -> str:
         )
     pairs = [part.partition("=") for part in rest]
     if bad := [part for part, (_, equals, _) in zip(rest, pairs, strict=True) if not equals]:
-        raise ConfigError(f"{bad[0]!r} is no argument; expected name=value")
+        raise ConfigError(f"{bad[0]!r} is not an argument; expected name=value")
     return format_tool_call(name, {key: literal(text) for key, _, text in pairs})
 
 

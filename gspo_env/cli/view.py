@@ -40,7 +40,7 @@ class View:
         except OSError as error:
             raise OutputError(
                 f"cannot make {str(out)!r}: {error}; expected a file that can be written, named "
-                "with --out, and a run whose files are no links"
+                "with --out, and a run whose files are not links"
             ) from error
         print(f"Wrote {visible(str(page))} ({page.stat().st_size / 1e6:.1f} MB)", flush=True)
         if self.browser:

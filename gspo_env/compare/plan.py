@@ -220,7 +220,7 @@ _METRICS = (
 
 
 def check_metric(name: str) -> None:
-    """Rejects a name that is no metric, or nearly that of a frequent one, before anything runs.
+    """Rejects a name that is not a metric, or nearly that of a frequent one, before anything runs.
 
     Raises:
         ConfigError: It is; the message lists the nearest names.

@@ -281,7 +281,7 @@ def read(run: Run) -> Result:
 
 
 def _read_json(path: Path, convert: Callable[[Any], R]) -> R:
-    """Reads a file of a comparison, whose folder may be a stranger's.
+    """Reads a file of a comparison, whose folder may be untrusted.
 
     Raises:
         OutputError: It is damaged.
@@ -304,7 +304,7 @@ def mixed_scores(results: Sequence[Result]) -> Iterator[str]:
             try:
                 tree = read_toml(regular_file(run.folder, "config.toml", _MOST_BYTES))
                 score = str(tree["credit"]["score"])
-            except (OSError, LookupError, TypeError):  # of a stranger
+            except (OSError, LookupError, TypeError):  # of an untrusted folder
                 continue
             scores.setdefault(run.problem, {}).setdefault(score, run.name)
     for problem, runs in scores.items():

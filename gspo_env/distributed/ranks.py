@@ -133,7 +133,7 @@ def join() -> Iterator[Ranks]:
         ConfigError: torchrun did not start this process, or a rank has no GPU of its own.
     """
     if "RANK" not in os.environ:
-        raise ConfigError("this process is no rank; expected one that torchrun started")
+        raise ConfigError("this process is not a rank; expected one that torchrun started")
     rank, size, local = (int(os.environ[name]) for name in _PLACE)
     cuda = torch.cuda.is_available()
     if cuda and local >= torch.cuda.device_count():

@@ -305,7 +305,7 @@ def read_episodes(
     if unknown := phases - set(PHASES):
         raise OutputError(f"phases has {sorted(unknown)}; expected some of {', '.join(PHASES)}")
     if not (files := episode_files(run)):
-        lack = "has kept no episodes" if Path(run).is_dir() else "is no folder"
+        lack = "has kept no episodes" if Path(run).is_dir() else "is not a folder"
         raise OutputError(
             f"{str(run)!r} {lack}; expected the folder of a run that trained without "
             "`--keep-episodes none`"
@@ -329,7 +329,7 @@ def read_table(path: Path) -> pa.Table | None:
 
 
 def read_bounded(path: Path, max_bytes: int) -> pa.Table:
-    """Reads a Parquet file that may be a stranger's, without unpacking more than `max_bytes`.
+    """Reads a Parquet file that may be untrusted, without unpacking more than `max_bytes`.
 
     Raises:
         ValueError: It would unpack to more. Its own metadata may lie, so what is unpacked counts,

@@ -152,7 +152,7 @@ class VESPO(WeightedLoss):
 
 @settings
 class LUSPO(GSPO):
-    """GSPO with the loss of each episode multiplied by its length, so that length is no bias.
+    """GSPO with the loss of each episode multiplied by its length, so that length adds no bias.
 
     J = 1/G sum over episodes of |y_i| min(s_i A_i, clip(s_i) A_i). In the token form of GSPO, that
     is the aggregation `token_sum` without its divisor.

@@ -1,4 +1,4 @@
-"""Checks a model folder that may be a stranger's; loaded with the first `--model`."""
+"""Checks a model folder that may be untrusted; loaded with the first `--model`."""
 
 from __future__ import annotations
 
@@ -170,16 +170,18 @@ def _check_files(name: str, folder: Path) -> None:
     except ModelError:
         raise
     except (ValueError, OSError, RecursionError) as error:
-        raise ModelError(f"{str(file)!r} is no JSON object: {first_line(error)}") from error
+        raise ModelError(f"{str(file)!r} is not a JSON object: {first_line(error)}") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{str(file)!r} is no JSON object: it is a {type(config).__name__}")
+        raise ModelError(f"{str(file)!r} is not a JSON object: it is a {type(config).__name__}")
 
 
 def _check_file(file: Path) -> None:
     kind = file.stat() if file.exists() else None
     folder = kind is not None and stat.S_ISDIR(kind.st_mode) and not file.is_symlink()
     if kind is None or not (stat.S_ISREG(kind.st_mode) or folder):
-        raise ModelError(f"{visible(str(file))!r} is no regular file; expected a file of a model")
+        raise ModelError(
+            f"{visible(str(file))!r} is not a regular file; expected a file of a model"
+        )
     most = _LARGEST_CONFIG if _CONFIGS.fullmatch(file.name) else _LARGEST_TEXT
     if file.suffix in (".json", ".jinja") and kind.st_size > most:
         raise ModelError(
@@ -191,14 +193,14 @@ def _check_index(file: Path) -> None:
     """Refuses an index of weights that names anything but files beside it.
 
     Raises:
-        ModelError: It is no index, or it names another place.
+        ModelError: It is not an index, or it names another place.
     """
     try:
         index = json.loads(file.read_bytes())
         shards, _ = set(index["weight_map"].values()), dict(index["metadata"])
     except Exception as error:
         raise ModelError(
-            f"{str(file)!r} is no index of weights; expected `metadata` and `weight_map`"
+            f"{str(file)!r} is not an index of weights; expected `metadata` and `weight_map`"
         ) from error
     for shard in shards:
         _check_beside(str(file), shard)

@@ -183,7 +183,7 @@ def demonstrate(
     limits: RolloutConfig | None = None,
     show: Show = lambda phase, step, total: None,
 ) -> list[Episode]:
-    """Plays each task with the environment's own `expert_action`; the ids are no model's.
+    """Plays each task with the environment's own `expert_action`; the ids are those of no model.
 
     Args:
         env: The environment.

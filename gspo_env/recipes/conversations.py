@@ -108,7 +108,7 @@ def _read(row: dict[str, Any]) -> Conversation:
         raise RefusedError(f"messages is missing, the keys are {', '.join(row) or 'none'}")
     values = [row.get(key) or [] for key in ("messages", "tools")]
     if not all(isinstance(value, list) for value in values):
-        raise RefusedError("messages or tools is no list; expected lists of objects")
+        raise RefusedError("messages or tools is not a list; expected lists of objects")
     unweighted = frozenset(n for n, value in enumerate(values[0]) if _weight(value, n) == 0)
     messages = tuple(read_messages(values[0], needs_ids=False))
     for number, message in enumerate(messages):
@@ -127,7 +127,7 @@ def _read(row: dict[str, Any]) -> Conversation:
     if reward is not None and not (is_number and abs(reward) < _LARGEST_REWARD):
         raise RefusedError(f"reward is {str(reward)[:50]!r}; expected a number")
     if row.get("functions"):
-        raise RefusedError("functions is no key of a conversation; expected tools")
+        raise RefusedError("functions is not a key of a conversation; expected tools")
     return Conversation(
         messages=messages,
         tools=tuple(read_tools(values[1])),

@@ -90,7 +90,7 @@ def read_part(file: EpisodeFile) -> Part | None:
     names = firsts["episode"].to_pylist()
     places = [_NAME.fullmatch(name) for name in names]
     if strange := [name for name, place in zip(names, places, strict=True) if not place]:
-        logger.warning("%s is left out: %.80r is no id of an episode", file.path, strange[0])
+        logger.warning("%s is left out: %.80r is not an id of an episode", file.path, strange[0])
         return None
     columns["group"] = [int(place["group"]) for place in places if place]
     columns["member"] = [int(place["member"]) for place in places if place]

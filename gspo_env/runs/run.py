@@ -1,7 +1,7 @@
 """A run: what its folder, or a run in progress, has recorded.
 
 The run in a folder may be finished, killed, still running, or of an older version, and the folder
-may be a stranger's: nothing in it is executed, and what is missing or damaged is left out.
+may be untrusted: nothing in it is executed, and what is missing or damaged is left out.
 
 Example:
     run = Run.open("runs/Lookup-v0-seed0-1")
@@ -44,7 +44,7 @@ _MAX_BYTES = 1 << 20
 _MAX_METRICS = 1 << 28
 """Bytes of a file of metrics that is read."""
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What a line raises that is no record of metrics."""
+"""What a line raises that is not a record of metrics."""
 _SOLVED = 0.9
 """Success from which a run counts as solved: groups without variance are its end then."""
 SIGNIFICANT = 2.0

@@ -63,7 +63,7 @@ def parse_json(data: bytes) -> Json:
     """Parses a body.
 
     Raises:
-        RefusedError: It is no JSON object, has too many levels or values, or a number that is none.
+        RefusedError: It is not a JSON object, or has too many levels or values, or NaN.
     """
     try:
         _check_structure(data)
@@ -217,7 +217,7 @@ class Fields:
         if self.values:
             name = self.name(min(self.values))
             raise RefusedError(
-                f"{short(name)} is no known field of a request; leave it out",
+                f"{short(name)} is not a known field of a request; leave it out",
                 code="unknown_parameter",
                 param=name[:LONGEST_NAME],
             )

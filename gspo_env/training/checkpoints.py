@@ -350,7 +350,7 @@ def damage(folder: Path) -> str:
     except OSError as error:
         return f"{error.filename} cannot be read: it {error.strerror}"
     except (ValueError, KeyError, TypeError, RecursionError):
-        return "manifest.json is no manifest"
+        return "manifest.json is not a manifest"
     return "" if "state.json" in files or folder.name == START else "manifest.json lacks files"
 
 

@@ -40,7 +40,7 @@ _DAMAGE = (
     *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError),
     SafetensorError,
 )
-"""What the state of a stranger raises where it is no state of a run."""
+"""What a state from an untrusted folder raises if it is not that of a run."""
 
 logger = logging.getLogger(__name__)
 

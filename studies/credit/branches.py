@@ -264,7 +264,7 @@ def _refused(past: Episode, turn: int, what: str) -> EnvironmentContractError:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A turn of the forest, or its root, which is no turn."""
+    """A turn of the forest, or its root, which is not a turn."""
 
     parent: _Node | None
     depth: int

@@ -76,7 +76,7 @@ class Density:
         """Returns the same problem for `Enumeration`, one token an action.
 
         Raises:
-            ConfigError: There is noise or a delay, which are no part of a tabular state here.
+            ConfigError: There is noise or a delay, which are not part of a tabular state here.
         """
         if self.noise or self.delay:
             raise ConfigError(

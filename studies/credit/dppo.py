@@ -2,7 +2,7 @@
 
 gspo-env train --loss studies/credit/dppo.py:DPPO
 
-It is no built-in loss: at every drift of `losses_exact.py`, `cispo` has as little bias
+It is not a built-in loss: at every drift of `losses_exact.py`, `cispo` has as little bias
 or less.
 """
 

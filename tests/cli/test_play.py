@@ -34,7 +34,7 @@ def test_a_call_of_a_tool_is_typed_in_short_and_a_wrong_one_is_asked_again(monke
     output = played(monkeypatch, capsys, typed, "--seed", "3")
     assert '<tool_call>{"name": "lookup", "arguments": {"key": "grass"}}</tool_call>' in output
     assert "there is no tool 'nothing'; expected one of lookup" in output
-    assert "'key' is no argument; expected name=value" in output
+    assert "'key' is not an argument; expected name=value" in output
     assert "cannot be read" in output
     assert "2 turns" in output
 

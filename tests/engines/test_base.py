@@ -47,7 +47,7 @@ MALFORMED = {
     "a negative version": {"weights_version": -1},
     "versions of fewer tokens": {"weights_versions": ((0, 1), (1, 1))},
     "a lower version in its runs": {"weights_version": 1, "weights_versions": ((0, 1), (1, 2))},
-    "versions that are no runs": {"weights_versions": (0, 1, 1)},
+    "versions that are not runs": {"weights_versions": (0, 1, 1)},
     "an unknown reason": {"finish_reason": "abort"},
     "length where a stop id ends it": {"finish_reason": "length"},
     "stop without a stop id": {"token_ids": (5, 6, 7)},

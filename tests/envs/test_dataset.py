@@ -508,9 +508,9 @@ def test_files_of_every_kind_give_their_rows(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("x.json", b"3", "is no list of JSON objects"),
+        ("x.json", b"3", "is not a list of JSON objects"),
         ("x.json", b"[" * 100_000, "cannot be read"),
-        ("x.json", b'{"a": [1], "b": [2]}', "is no list of JSON objects"),
+        ("x.json", b'{"a": [1], "b": [2]}', "is not a list of JSON objects"),
         ("x.csv", b"prompt,answer\n2+2\n", "row 1: expected a value for each column"),
         ("x.csv", b"prompt\n2+2,4\n", "row 1: expected a value for each column"),
         ("x.csv", "prompt\ncaf\u00e9\n".encode("latin-1"), "cannot be read"),

@@ -83,7 +83,7 @@ def test_the_text_of_kept_tokens_is_that_of_the_conversation(run):
     for record in found:
         for t in record.turns:
             if any(found.tokens[i].startswith("<0x") for i in t.action_ids):
-                continue  # a byte, which is no text alone
+                continue  # a byte, which is not a text alone
             said = "".join(found.tokens[i] for i in t.action_ids)
             assert said.removesuffix("<|im_end|>") == t.action
 

@@ -56,7 +56,7 @@ class Duel(Plain):
     rewards_by_agent = True
 
 class Yes(Plain):
-    """Its success is no bool."""
+    """Its success is not a bool."""
     def step(self, action):
         return "", 0.0, True, False, {"success": "yes"}
 '''

@@ -154,7 +154,7 @@ def test_weights_of_another_shape_than_in_the_config_are_named(folder):
 @pytest.mark.parametrize("text", ["[]", "5", "null", "{}", '"a"', "x"])
 def test_a_config_that_is_no_object_is_one_sentence(folder, text):
     (folder / "config.json").write_text(text)
-    refused(folder, r"is no JSON object|Should have a `model_type`")
+    refused(folder, r"is not a JSON object|Should have a `model_type`")
 
 
 def test_a_kernel_that_a_config_names_is_refused(folder):
@@ -191,7 +191,7 @@ def test_an_index_or_a_config_that_names_weights_elsewhere_is_refused(folder, sh
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(folder, r"names the weights .*; expected a file beside it")
     (folder / "model.safetensors.index.json").write_text("[7]")
-    refused(folder, "is no index of weights")
+    refused(folder, "is not an index of weights")
 
 
 @pytest.mark.parametrize("key", ["num_labels", "num_hidden_layers"])
@@ -232,16 +232,16 @@ def test_an_adapter_that_names_another_model_is_refused(folder):
 def test_a_file_of_a_model_that_never_ends_or_is_too_large_is_refused(folder):
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to("/dev/zero")
-    refused(folder, "is no regular file")
+    refused(folder, "is not a regular file")
     (folder / "config.json").unlink()
     with (folder / "config.json").open("w") as file:
         file.truncate(2**22 + 1)
     refused(folder, "bytes; expected at most")
     (folder / "config.json").write_text("[" * 10**5)
-    refused(folder, "is no JSON object: ")
+    refused(folder, "is not a JSON object: ")
     (folder / "additional_chat_templates").mkdir()
     os.mkfifo(folder / "additional_chat_templates" / "tools.jinja")
-    refused(folder, "is no regular file")
+    refused(folder, "is not a regular file")
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere", "a/b/c", "runs/gone", "~/x", "a b", ""])

@@ -126,7 +126,7 @@ def test_only_rewarded_conversations_are_imitated_if_asked(tmp_path):
         (line_with(2, {"weight": 0}, line_with(4, {"weight": 0})), "all of them have the weight 0"),
         (line_with(1, {"content": [3]}), "has a part 3"),
         (line_with(4, {"content": None}), r"messages\[4\] has neither content nor tool_calls"),
-        (json.dumps({**ROW, "functions": [{"name": "f"}]}), "functions is no key"),
+        (json.dumps({**ROW, "functions": [{"name": "f"}]}), "functions is not a key"),
         (json.dumps({**ROW, "reward": 10**400}), "reward is .*; expected a number"),
         *(
             (line_with(2, {"tool_calls": [{"function": {"name": "f", "arguments": text}}]}), "JSON")

@@ -70,7 +70,7 @@ def test_an_environment_that_takes_cut_actions_hears_why_and_goes_on():
     assert [a.finish_reason for a in env.actions] == ["length", "context", "stop", "stop"]
     assert [str(a) for a in env.actions] == ["a", "", "a", "a"]
     assert episode.stop_reason is StopReason.TERMINATED
-    assert len(episode.turns) == 3, "a prompt that did not fit is no turn"
+    assert len(episode.turns) == 3, "a prompt that did not fit is not a turn"
 
 
 def test_an_environment_whose_prompts_never_fit_does_not_play_for_ever():

@@ -128,7 +128,7 @@ def test_a_file_whose_episodes_have_other_ids_and_a_nested_line_are_left_out(tmp
         file.write("[" * 100_000 + "\n")
     page = write_page(Run.open(run), tmp_path / "view.html")
     assert "train" in page.read_text()
-    assert "'\\x1b[31mstrange' is no id of an episode" in caplog.text
+    assert "'\\x1b[31mstrange' is not an id of an episode" in caplog.text
     assert "a line of metrics.jsonl is damaged" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Curricula: options follow from the results alone, and what is no option is named."""
+"""Curricula: options follow from the results alone, and what is not an option is named."""
 
 import json
 from dataclasses import dataclass

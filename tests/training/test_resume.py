@@ -118,7 +118,7 @@ DAMAGE = {
     "flipped": (flipped, "state-00001.safetensors", "state-00001.safetensors has other contents"),
     "missing": (Path.unlink, "state.json", "state.json is missing"),
     "no manifest": (Path.unlink, "manifest.json", "manifest.json is missing"),
-    "half a manifest": (truncated, "manifest.json", "manifest.json is no manifest"),
+    "half a manifest": (truncated, "manifest.json", "manifest.json is not a manifest"),
     "flipped numbers": (flipped, "state.json", "state.json has other contents"),
 }
 

@@ -252,7 +252,7 @@ def _read_json(path: Path) -> Rows:
     lists = [v for v in loaded.values() if isinstance(v, list)] if isinstance(loaded, dict) else []
     rows = lists[0] if len(lists) == 1 else loaded
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"data: {path} is no list of JSON objects.")
+        raise ConfigError(f"data: {path} is not a list of JSON objects.")
     return rows
 
 

@@ -148,7 +148,7 @@ def read_sandbox(value: Any, command: Sequence[str]) -> tuple[Sandbox, list[str]
     """Returns the limits of a command, and the command with the paths that it has inside.
 
     The command's executable, and the files that its arguments name, are readable inside. What the
-    task puts into an argument is no path.
+    task puts into an argument is not a path.
 
     Args:
         value: True, or fields of `Sandbox` that differ from `LIMITS`.

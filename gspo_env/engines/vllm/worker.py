@@ -163,5 +163,5 @@ def _read(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, it is no dict
+            for name in tensors.keys():  # noqa: SIM118, it is not a dict
                 yield name, tensors.get_tensor(name)

@@ -193,10 +193,10 @@ class MCPSession:
                     )
 
     async def _note(self, message: Any) -> None:
-        """Logs the first line of a connection that is no message."""
+        """Logs the first line of a connection that is not a message."""
         if isinstance(message, Exception) and not self._is_noted:
             self._is_noted = True
-            words = "MCP server %s sent what is no message (%s); further ones are not shown"
+            words = "MCP server %s sent what is not a message (%s); further ones are not shown"
             logger.warning(words, self.server.name, shorten(_reason(message)))
 
     def _drop(self) -> None:
@@ -299,7 +299,7 @@ async def _transport(server: MCPServer, stack: AsyncExitStack, log: Any) -> Any:
 
 @asynccontextmanager
 async def _answers(transport: Any) -> AsyncIterator[tuple[Any, Any]]:
-    """Opens a transport whose answers that are no messages are errors of their calls."""
+    """Opens a transport whose answers that are not messages are errors of their calls."""
 
     class Messages:
         async def __aenter__(self) -> None: ...
@@ -316,7 +316,7 @@ async def _answers(transport: Any) -> AsyncIterator[tuple[Any, Any]]:
 
 
 def _read_again(error: ValidationError) -> Any:
-    """Reads a line that is no message: without lone surrogates, else as the error of its call."""
+    """Reads a line that is not a message, without lone surrogates or as the error of its call."""
     from mcp.shared.message import SessionMessage
     from mcp.types import PARSE_ERROR, jsonrpc_message_adapter
 
