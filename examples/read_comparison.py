@@ -1,26 +1,25 @@
 """Reads the results of a comparison: `python examples/read_comparison.py comparisons/comparison`.
 
-The page of a comparison, `report.html`, shows the same runs. Each run's folder has its metrics.
+The page of a comparison, `report.html`, shows the same runs.
 """
 
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 
 from gspo_env.compare.stats import paired_interval
+from gspo_env.runs import Run
 
 
 def curves(folder, metric):
-    """The values of a metric by problem, arm and seed, of the runs that did not fail."""
+    """The values of a metric by problem, arm and seed, of the runs that are finished."""
     series = {}
-    for result in sorted(Path(folder).glob("runs/*/*/*/result.json")):
-        tree = json.loads(result.read_text())
-        problem, arm, seed = result.parts[-4:-1]
-        values = [metrics[metric] for _, metrics in tree["history"] if metric in metrics]
-        if values and not tree["error"]:
-            series.setdefault(problem, {}).setdefault(arm, {})[seed] = values
+    for file in sorted(Path(folder).glob("runs/*/*/*/metrics.jsonl")):
+        run = Run.open(file.parent)
+        problem, arm, seed = file.parts[-4:-1]
+        if run.finished and not run.failure and metric in run.series:
+            series.setdefault(problem, {}).setdefault(arm, {})[seed] = run.series[metric].values
     return series
 
 

@@ -131,6 +131,11 @@ def test_commands_have_options_that_exist(path, tmp_path, in_folder):
             parse(["0" if argument == "N" else argument for argument in arguments])
 
 
+def test_the_page_about_comparisons_shows_the_example_that_is_shipped():
+    (shown,) = blocks(ROOT / "docs/compare.md", "toml")
+    assert shown.lstrip("\n") == (ROOT / "examples/compare.toml").read_text()
+
+
 def test_the_settings_of_each_size_are_settings_of_a_run():
     for code in blocks(ROOT / "docs/engines.md", "toml"):
         from_dict(tomllib.loads(code))

@@ -100,9 +100,9 @@ class Reporter:
         if step == last or (every and step % every == 0):
             self._progress.begin("evaluate", step, last)
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+    def evaluated(self, step: int, evaluation: Evaluation, metrics: Mapping[str, float]) -> None:
         """Reports an evaluation and keeps its episodes."""
-        self._tracker.log(evaluation.metrics(), step)
+        self._tracker.log(metrics, step)
         self._evaluations.append(EvalSnapshot.of(step, evaluation))
         if step == 0:
             for source in inputs(self.config, evaluation.groups, self._num_tasks):

@@ -50,7 +50,7 @@ class Compare(Run):
         return options | {"tables": table}
 
     def run(self) -> None:
-        """Plays the runs without a result and prints the tables.
+        """Plays the runs that are not finished and prints the tables.
 
         Raises:
             TrainingError: All runs failed.

@@ -3,8 +3,8 @@ from .plan import Comparison as Comparison
 from .plan import change as change
 from .plan import grid as grid
 from .plan import parse as parse
+from .runner import PlannedRun as PlannedRun
 from .runner import Result as Result
-from .runner import Run as Run
 from .runner import compare as compare
 from .runner import planned as planned
 from .runner import read as read

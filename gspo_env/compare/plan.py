@@ -6,16 +6,25 @@ import difflib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from gspo_env.config import Config, check_estimator, convert, override, resolve, to_dict
+from gspo_env.config import (
+    CheckpointConfig,
+    Config,
+    check_estimator,
+    convert,
+    override,
+    resolve,
+    to_dict,
+)
 from gspo_env.env.registration import label
 from gspo_env.errors import ConfigError
-from gspo_env.renamed import instead_of
+from gspo_env.runs.names import METRICS
 from gspo_env.settings import settings
+from gspo_env.tracking.base import NoTracker
 
 _PROBLEM = ("env", "env_kwargs", "eval_tasks", "seed", "output", "tracker")
 """Fields that no arm may change: they decide the tasks, or the comparison sets them."""
@@ -69,13 +78,20 @@ class Comparison:
 
     def config(self, problem: str, arm: Arm, seed: int) -> Config:
         """Returns the config of one run."""
-        config = change(self.problems[problem], arm.changes)
-        return override(config, {"seed": seed, "tracker": "none", "output": ""})
+        return replace(untracked(change(self.problems[problem], arm.changes)), seed=seed)
 
     def same_start(self, problem: str, arm: Arm) -> bool:
         """Returns whether an arm starts from the same model as the first one."""
         first = self.config(problem, self.arms[0], 0)
         return start_settings(self.config(problem, arm, 0)) == start_settings(first)
+
+
+def untracked(config: Config) -> Config:
+    """Returns a config without what the comparison decides: the folder, tracker and checkpoints.
+
+    A run that was stopped is played again, so it needs no checkpoints.
+    """
+    return replace(config, tracker=NoTracker(), output="", checkpoints=CheckpointConfig(keep=0))
 
 
 def imitates(config: Config) -> bool:
@@ -135,8 +151,7 @@ def check_table(table: Any) -> dict[str, Any]:
         raise ConfigError(f"compare is {table!r}; expected a table")
     for name, value in table.items():
         if name not in _FIELDS:
-            instead = instead_of(f"compare.{name}")
-            expected = f"in its place, {instead}" if instead else f"one of: {', '.join(_FIELDS)}"
+            expected = f"one of: {', '.join(_FIELDS)}"
             raise ConfigError(f"unknown field compare.{name!r}; expected {expected}")
         convert(f"compare.{name}", value, _FIELDS[name])
     return dict(table)
@@ -210,26 +225,17 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
     return config
 
 
-_METRICS = (
-    *("eval/success", "eval/success_greedy", "eval/return", "eval/return_std", "eval/turns"),
-    *("rollout/success", "rollout/return", "rollout/return_std", "rollout/outcome"),
-    *("rollout/turns", "rollout/tokens"),
-    *("train/loss", "train/entropy", "train/kl", "train/grad_norm", "train/clipped_fraction"),
-)
-"""Metrics that people compare; a run may have others, such as those of its reward parts."""
-
-
 def check_metric(name: str) -> None:
     """Rejects a name that is not a metric, or nearly that of a frequent one, before anything runs.
 
     Raises:
         ConfigError: It is; the message lists the nearest names.
     """
-    if name in _METRICS:
+    if name in METRICS:
         return
-    near = difflib.get_close_matches(name, _METRICS, cutoff=0.85)
-    groups = sorted({metric.partition("/")[0] for metric in _METRICS} | {"time"})
+    near = difflib.get_close_matches(name, METRICS, cutoff=0.85)
+    groups = sorted({metric.partition("/")[0] for metric in METRICS} | {"time"})
     group, slash, rest = name.partition("/")
     if near or group not in groups or not (slash and rest):
-        listed = ", ".join(near or difflib.get_close_matches(name, _METRICS) or _METRICS)
+        listed = ", ".join(near or difflib.get_close_matches(name, METRICS) or sorted(METRICS))
         raise ConfigError(f"metric is {name!r}; expected a metric of a run, such as {listed}")

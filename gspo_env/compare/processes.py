@@ -1,4 +1,4 @@
-"""Runs jobs in several processes."""
+"""Runs jobs, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,67 +8,54 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import active_children, connection, get_context
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gspo_env.redaction import log_to_terminal
 from gspo_env.runtime.processes import die_with_parent, usable_cores
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
-
-_ATTEMPTS = 2
-"""Maximum attempts of a job whose process dies."""
 _PATIENCE = 5.0
 """Seconds that a process has to close what is open when it is stopped."""
 
 
 def in_processes(
-    work: Callable[[T], None], jobs: Sequence[T], workers: int, lost: Callable[[T], None]
-) -> Iterator[T]:
-    """Does the work of each job in a process; yields the jobs as they are done.
+    work: Callable[[T], None], jobs: Sequence[T], workers: int
+) -> Generator[tuple[T, int], None, None]:
+    """Does the work of each job in a process; yields each job that ended, with its exit code.
 
-    A process that dies breaks its pool; the remaining jobs are tried again in a new one. On an
-    error in this process, such as KeyboardInterrupt, the processes are stopped.
+    On an error in this process, such as KeyboardInterrupt, the processes are stopped.
 
     Args:
         work: A function of a module.
         jobs: Its arguments.
         workers: Processes at a time.
-        lost: Called with each job whose processes died; it counts as done.
     """
     threads = max(1, usable_cores() // workers)
-    waiting = list(jobs)
-    others = active_children()
-    for _ in range(_ATTEMPTS):
-        if not waiting:
-            return
-        with ProcessPoolExecutor(
-            workers, get_context("spawn"), set_up_worker, (threads,)
-        ) as executor:
-            futures = {executor.submit(work, job): job for job in waiting}
-            running = set(futures)
-            try:
-                while running:
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    for future in sorted(done, key=lambda f: f.exception() is not None):
-                        future.result()
-                        waiting.remove(futures[future])
-                        yield futures[future]
-            except BrokenProcessPool:
-                logger.warning("a worker process died; its jobs are tried again")
-            except BaseException:
-                executor.shutdown(wait=False, cancel_futures=True)
-                _stop([process for process in active_children() if process not in others])
-                raise
-    for job in waiting:
-        lost(job)
-        yield job
+    context, waiting = get_context("spawn"), deque(jobs)
+    running: dict[Any, tuple[BaseProcess, T]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                job = waiting.popleft()
+                process = context.Process(target=_do, args=(work, job, threads))
+                process.start()
+                running[process.sentinel] = process, job
+            for sentinel in connection.wait(list(running)):
+                ended, job = running.pop(sentinel)
+                ended.join()
+                yield job, ended.exitcode or 0
+    finally:
+        _stop([process for process, _ in running.values()])
+
+
+def _do(work: Callable[[T], None], job: T, threads: int) -> None:
+    set_up_worker(threads)
+    work(job)
 
 
 def set_up_worker(threads: int) -> None:
@@ -88,7 +75,7 @@ def set_up_worker(threads: int) -> None:
     signal.signal(signal.SIGTERM, end)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
-        die_with_parent(parent.pid)  # an idle worker would wait for ever, a busy one play on
+        die_with_parent(parent.pid)  # it would play on
     log_to_terminal()
     torch.set_num_threads(min(torch.get_num_threads(), threads))
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process

@@ -1,7 +1,8 @@
-"""Plays a comparison's runs in worker processes; each writes its result to a file."""
+"""Plays each run of a comparison in a process of its own; the folder of a run is its result."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -9,38 +10,45 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from gspo_env.compare.plan import Arm, Comparison, check_metric, imitates, start_settings
+from gspo_env.compare.plan import (
+    Arm,
+    Comparison,
+    check_metric,
+    imitates,
+    start_settings,
+    untracked,
+)
 from gspo_env.compare.processes import in_processes
-from gspo_env.config import CheckpointConfig, Config, read_toml, to_dict, to_toml
+from gspo_env.config import Config, to_dict, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, GspoEnvError, OutputError
-from gspo_env.files import check_folder, read_file, regular_file
+from gspo_env.files import check_folder, read_file
 from gspo_env.health.evaluation import check_comparison
 from gspo_env.redaction import redact, redact_text, visible, write_text
+from gspo_env.runs.run import FAILURE, Run, read_text
 from gspo_env.runtime.processes import usable_cores
-from gspo_env.tracking.base import RunInfo, TrackerChoice
+from gspo_env.tracking.base import MODEL, NoTracker, RunInfo, TrackerChoice
 from gspo_env.tracking.console import Progress
+from gspo_env.tracking.jsonl import METRICS
 from gspo_env.tracking.multi import MultiTracker, check_trackers, parts
 from gspo_env.training.interrupt import stop_on_signals
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R")
-
-_RESULT = "result.json"
-"""File of a run that has ended."""
-_MOST_BYTES, _MOST_STEPS, _LONGEST_ERROR = 1 << 26, 1 << 53, 4000
-"""Bytes of a file, steps and characters of an error that are read from the folder."""
+_TRACKED = "tracked.json"
+"""File of a run that lists the trackers that have recorded it."""
+_MOST_BYTES, _LONGEST_ERROR = 1 << 20, 4000
+"""Bytes of that file and characters of an error that are read from the folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class PlannedRun:
     """One run: a problem, an arm, a seed."""
 
     problem: str
@@ -59,30 +67,32 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """The result of a run."""
+    """What a run has recorded, and why it failed, if it did."""
 
-    run: Run
-    history: Sequence[tuple[int, dict[str, float]]]
-    seconds: float
+    run: PlannedRun
+    recorded: Run
     error: str = ""
-    """The error of a failed run, else empty."""
+    """Why the run is not finished; empty if it is."""
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
         """Returns the values of a metric, and the training episodes played before each."""
-        points = [(self._before(step, m), m[metric]) for step, m in self.history if metric in m]
-        return [p[0] for p in points], [p[1] for p in points]
+        series, config = self.recorded.series, self.run.config
+        if metric not in series:
+            return [], []
+        size = config.tasks_per_step * config.rollout.group_size
+        phases = ("eval",) if metric.startswith("eval/") else ("rollout", "eval")
+        counts = (series.get(f"{phase}/episodes_before") for phase in phases)
+        before = next(filter(None, counts), None)
+        played = dict(zip(before.steps, before.values, strict=True)) if before else {}
+        episodes = [float(played.get(step, step * size)) for step in series[metric].steps]
+        return episodes, series[metric].values.tolist()
 
     @property
     def episodes(self) -> float:
         """The training episodes of the run."""
-        return self._before(*self.history[-1]) if self.history else 0.0
-
-    def _before(self, step: int, metrics: Mapping[str, float]) -> float:
-        for name in ("rollout/episodes_before", "eval/episodes_before"):
-            if name in metrics:
-                return metrics[name]
-        config = self.run.config
-        return float(step * config.tasks_per_step * config.rollout.group_size)
+        series = self.recorded.series
+        counts = [name for name in series if name.endswith("/episodes_before")]
+        return max((max(self.curve(name)[0]) for name in counts or series), default=0.0)
 
 
 class Recorder(MultiTracker):
@@ -97,13 +107,9 @@ class Recorder(MultiTracker):
         self, tracker: TrackerChoice, folder: Path, params: Any, say: Callable[[str], None]
     ) -> None:
         """Starts the parent run, or resumes the one that was started in the folder."""
-        self._path = folder / "tracked.json"
-        self._recorded: dict[str, list[str]] = (
-            _read_json(self._path, lambda tree: {str(k): list(v) for k, v in tree.items()})
-            if self._path.exists()
-            else {}
-        )
-        self._choices, self._say = parts(tracker), say
+        every = parts(tracker).items()
+        self._choices = {n: choice for n, choice in every if not isinstance(choice, NoTracker)}
+        self._say = say
         self._failed: set[str] = set()
         tags = {"gspo_env.kind": "comparison"}
         super().__init__(
@@ -122,13 +128,12 @@ class Recorder(MultiTracker):
     def child(self, result: Result) -> None:
         """Records a run that ended, in each tracker that has not recorded it yet."""
         run, error = result.run, result.error
-        waiting = {
-            key: choice
-            for key, choice in self._choices.items()
-            if key not in self._failed and run.name not in self._recorded.get(key, [])
-        }
-        if not waiting:
+        recorded = {*_read_names(run.folder)}
+        names = self._choices.keys() - self._failed - recorded
+        if not names:
             return
+        waiting = {name: self._choices[name] for name in self._choices if name in names}
+        run.folder.mkdir(parents=True, exist_ok=True)  # it may have died before it made one
         info = RunInfo(
             name=run.name,
             folder=run.folder,
@@ -136,21 +141,19 @@ class Recorder(MultiTracker):
             tags={"error": error} if error else {},
             parent=self.folder,
             resume={},
-            started=(run.folder / _RESULT).stat().st_mtime - result.seconds,
+            started=min((p.stat().st_mtime for p in run.folder.glob("*")), default=time.time()),
         )
         try:
             child = MultiTracker(waiting, info)
-        except GspoEnvError as problem:  # a tracker never stops a comparison
-            self._say(f"{run.name}: {problem}; {self.remedy}")
+        except GspoEnvError as failure:  # a tracker never stops a comparison
+            self._say(f"{run.name}: {failure}; {self.remedy}")
             self._failed |= waiting.keys()
             return
         child.finish("FAILED" if error else "FINISHED", error)
         for said in child.problems:
             self._say(f"{run.name}: {said}")
         self._failed |= child.failed
-        for key in {*waiting} - child.failed:
-            self._recorded.setdefault(key, []).append(run.name)
-        self._path.write_text(json.dumps(self._recorded, indent=1))
+        write_text(run.folder / _TRACKED, json.dumps(sorted(recorded | (names - child.failed))))
 
 
 def compare(
@@ -160,7 +163,7 @@ def compare(
     say: Callable[[str], None] = print,
     report: Callable[[list[Result]], Sequence[Path]] = lambda results: (),
 ) -> list[Result]:
-    """Plays the runs without a result; returns all results, including failed runs.
+    """Plays the runs that are not finished; returns all results, including failed runs.
 
     Args:
         comparison: The comparison.
@@ -188,10 +191,12 @@ def compare(
     _claim(comparison, output)
     runs = list(planned(comparison, output))
     with Recorder(tracker, output, _describe(comparison), say) as record:
+        ended = {}
         for result in _results(runs, comparison.workers or usable_cores(), say):
             say(f"{result.run.name}: {_score(result, comparison.metric)}")
             record.child(result)
-        results = [read(run) for run in runs]
+            ended[result.run.folder] = result
+        results = [ended[run.folder] for run in runs]
         for line in mixed_scores(results):
             say(line)
         for path in report(results):
@@ -211,35 +216,39 @@ def _check_models(comparison: Comparison) -> None:
 
 
 def _results(
-    runs: Sequence[Run], workers: int, say: Callable[[str], None]
+    runs: Sequence[PlannedRun], workers: int, say: Callable[[str], None]
 ) -> Generator[Result, None, None]:
-    """Plays the runs without a result, each from its start; yields all results as they come."""
-    waiting = [run for run in runs if not has_result(run)]
-    if len(waiting) < len(runs):
-        say(f"{len(runs) - len(waiting)} of {len(runs)} runs have a result already")
-        yield from (read(run) for run in runs if has_result(run))
+    """Plays the runs that are not finished, each from its start; yields all results."""
+    finished = [result for run in runs if not (result := read(run)).error]
+    folders = {result.run.folder for result in finished}
+    waiting = [run for run in runs if run.folder not in folders]
+    if finished:
+        say(f"{len(finished)} of {len(runs)} runs have a result already")
+        yield from finished
+    for run in waiting:
+        shutil.rmtree(run.folder, ignore_errors=True)
     # the first run of each missing start makes it
     starts = {r.start: r for r in reversed(waiting) if r.start and not r.start.exists()}
     if waiting:
         say(f"{len(waiting)} runs to play, warm-ups before: {len(starts)}, {workers} at a time")
-    began = time.perf_counter()
-    # closed at once, because a traceback would keep the workers alive
-    first = list(starts.values())
-    with stop_on_signals(), closing(_played(first, waiting, workers, say)) as played:
-        for done, run in enumerate(played, 1):
-            minutes = (time.perf_counter() - began) / done * (len(waiting) - done) / 60
-            say(f"played {done}/{len(waiting)}  ({minutes:.0f} min left)")
-            yield read(run)
+    with (
+        stop_on_signals(),
+        # closed at once, because a traceback would keep the processes alive
+        closing(in_processes(_warm_up, list(starts.values()), workers)) as warmed,
+        closing(in_processes(_train, waiting, workers)) as trained,
+    ):
+        began = time.perf_counter()
+        for done, (run, _) in enumerate(warmed, 1):
+            say(f"warmed up {done}/{len(starts)}, seed {run.seed}  ({_left(began, done, starts)})")
+        began = time.perf_counter()
+        for done, (run, code) in enumerate(trained, 1):
+            say(f"played {done}/{len(waiting)}  ({_left(began, done, waiting)})")
+            yield read(run, f"its process ended early, with exit code {code}")
 
 
-def _played(
-    starts: Sequence[Run], waiting: Sequence[Run], workers: int, say: Callable[[str], None]
-) -> Generator[Run, None, None]:
-    began = time.perf_counter()
-    for done, run in enumerate(in_processes(_prepare, starts, workers, _lose), 1):
-        minutes = (time.perf_counter() - began) / done * (len(starts) - done) / 60
-        say(f"warmed up {done}/{len(starts)}, seed {run.seed}  ({minutes:.0f} min left)")
-    yield from in_processes(_play, waiting, workers, _lose)
+def _left(began: float, done: int, jobs: Collection[object]) -> str:
+    minutes = (time.perf_counter() - began) / done * (len(jobs) - done) / 60
+    return f"{minutes:.0f} min left"
 
 
 def _score(result: Result, metric: str) -> str:
@@ -252,47 +261,43 @@ def _score(result: Result, metric: str) -> str:
         return f"failed: {result.error}"
     _, values = result.curve(metric)
     if not values:
-        names = sorted({name for _, metrics in result.history for name in metrics})
+        names = sorted(result.recorded.series)
         near = ", ".join(difflib.get_close_matches(metric, names) or names)
         raise ConfigError(f"metric is {metric!r}; expected one of: {near}")
     return f"{values[-1]:.3f}"
 
 
-def has_result(run: Run) -> bool:
-    """Returns whether a run ended."""
-    return (run.folder / _RESULT).exists()
+def read(run: PlannedRun, unfinished: str = "it is not finished") -> Result:
+    """Reads the folder of a run.
 
-
-def read(run: Run) -> Result:
-    """Reads the result of a run.
+    Args:
+        run: The run.
+        unfinished: The error of a run that neither finished nor says why it failed.
 
     Raises:
-        OutputError: It is damaged.
+        OutputError: The folder cannot be read.
     """
-
-    def convert(tree: Any) -> Result:
-        history = [(int(n), {str(k): float(v) for k, v in m.items()}) for n, m in tree["history"]]
-        if not all(abs(step) < _MOST_STEPS for step, _ in history):
-            raise ValueError("a step is too large")
-        seconds, error = float(tree["seconds"]), str(tree["error"])[:_LONGEST_ERROR]
-        return Result(run=run, history=history, seconds=seconds, error=error)
-
-    return _read_json(run.folder / _RESULT, convert)
+    has_metrics = (run.folder / METRICS).is_file()  # else it failed before its first step
+    recorded = Run.open(run.folder) if has_metrics else Run.of({}, {})
+    error = read_text(run.folder / FAILURE).strip()[:_LONGEST_ERROR]
+    return Result(
+        run=run, recorded=recorded, error=error or ("" if recorded.finished else unfinished)
+    )
 
 
-def _read_json(path: Path, convert: Callable[[Any], R]) -> R:
-    """Reads a file of a comparison, whose folder may be untrusted.
+def _read_names(folder: Path) -> list[str]:
+    """Reads which trackers have recorded a run, from a folder that may be untrusted.
 
     Raises:
-        OutputError: It is damaged.
+        OutputError: The file is damaged.
     """
     try:
-        return convert(json.loads(read_file(path.parent, path.name, _MOST_BYTES)))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    except RecursionError:
-        reason = "it is nested too deeply"
-    raise OutputError(f"{str(path)!r} is damaged ({visible(reason)}); remove it")
+        return [str(name) for name in json.loads(read_file(folder, _TRACKED, _MOST_BYTES))]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        reason = visible(f"{type(error).__name__}: {error}")
+        raise OutputError(f"{str(folder / _TRACKED)!r} is damaged ({reason}); remove it") from error
 
 
 def mixed_scores(results: Sequence[Result]) -> Iterator[str]:
@@ -300,15 +305,19 @@ def mixed_scores(results: Sequence[Result]) -> Iterator[str]:
     scores: dict[str, dict[str, str]] = {}
     for result in results:
         run = result.run
+<<<<<<< HEAD
         if run.config.credit.score == "auto" and not result.error:
             try:
                 tree = read_toml(regular_file(run.folder, "config.toml", _MOST_BYTES))
                 score = str(tree["credit"]["score"])
             except (OSError, LookupError, TypeError):  # of an untrusted folder
                 continue
+=======
+        score = result.recorded.text("credit.score")
+        if run.config.credit.score == "auto" and score not in ("", "auto") and not result.error:
+>>>>>>> 77c80b67 (A run of a comparison is a training in its own process, and its folder is its result)
             scores.setdefault(run.problem, {}).setdefault(score, run.name)
-    for problem, runs in scores.items():
-        decided = {score: name for score, name in runs.items() if score != "auto"}
+    for problem, decided in scores.items():
         if len(decided) > 1:
             examples = ", ".join(f"{score} ({name})" for score, name in decided.items())
             yield f"runs of {problem} learned from different rewards: {examples}; set --score"
@@ -326,8 +335,7 @@ def _describe(comparison: Comparison) -> dict[str, Any]:
 
 def _claim(comparison: Comparison, output: Path) -> None:
     """Makes the folder, or checks that it belongs to this comparison."""
-    placeless = {n: dataclasses.replace(c, output="") for n, c in comparison.problems.items()}
-    tomls = {name: to_toml(config) for name, config in placeless.items()}
+    tomls = {name: to_toml(untracked(config)) for name, config in comparison.problems.items()}
     arms = [[arm.name, redact(dict(arm.changes))] for arm in comparison.arms]
     plan = redact_text(json.dumps({"problems": tomls, "arms": arms}, indent=1))
     note = output / "comparison.json"
@@ -349,7 +357,7 @@ def _claim(comparison: Comparison, output: Path) -> None:
         raise OutputError(f"cannot write to {str(output)!r}: {error.strerror}") from error
 
 
-def planned(comparison: Comparison, output: Path) -> Iterator[Run]:
+def planned(comparison: Comparison, output: Path) -> Iterator[PlannedRun]:
     """Yields every run of a comparison, seed by seed."""
     for seed in range(comparison.first_seed, comparison.first_seed + comparison.seeds):
         for problem in comparison.problems:
@@ -357,7 +365,7 @@ def planned(comparison: Comparison, output: Path) -> Iterator[Run]:
                 config = comparison.config(problem, arm, seed)
                 has_start = not config.model or imitates(config)
                 start = f"{_digest(repr(start_settings(config)))}-seed{seed}"
-                yield Run(
+                yield PlannedRun(
                     problem=problem,
                     arm=arm,
                     seed=seed,
@@ -377,40 +385,26 @@ def slug(name: str) -> str:
     return f"{plain[:60]}-{hashlib.blake2b(name.encode(), digest_size=3).hexdigest()}"
 
 
-def _prepare(run: Run) -> None:
-    """Warms up a model and saves it for all runs that start from it."""
-    load_agent("gspo")(config=run.config).save_start(run.start, Progress())
+def _warm_up(run: PlannedRun) -> None:
+    """Saves the warmed-up model for all runs that start from it; they say why that fails."""
+    with contextlib.suppress(GspoEnvError):
+        load_agent("gspo")(config=run.config).save_start(run.start, Progress())
 
 
-def _play(run: Run) -> None:
-    """Plays one training run; writes a result even if it fails."""
-    began = time.perf_counter()
-    history: list[Any] = []
-    error = ""
-    shutil.rmtree(run.folder, ignore_errors=True)
+def _train(run: PlannedRun) -> None:
+    """Trains as `gspo-env train` does, from the start that a run shares; notes why it fails."""
     try:
-        # a run that was stopped is played again, so it needs no checkpoints
-        config = dataclasses.replace(
-            run.config, output=str(run.folder), checkpoints=CheckpointConfig(keep=0)
-        )
-        make = load_agent("gspo")
-        agent = make.from_start(run.start, config) if run.start else make(config=config)
-        history = agent.train()
-        for name in ("model", "adapter"):  # hundreds of runs would fill a disk
-            shutil.rmtree(run.folder / name, ignore_errors=True)
-    except Exception as problem:
-        if not isinstance(problem, GspoEnvError):  # whose sentence is in the report
+        config = dataclasses.replace(run.config, output=str(run.folder))
+        make, has_start = load_agent("gspo"), run.start is not None and run.start.exists()
+        agent = make.from_start(run.start, config) if has_start else make(config=config)
+        agent.train()
+    except Exception as error:
+        if not isinstance(error, GspoEnvError):  # whose sentence is in the report
             logger.exception("%s failed", run.name)
-        error = f"{type(problem).__name__}: {problem}"
-    _write(run, history, time.perf_counter() - began, error)
-
-
-def _lose(run: Run) -> None:
-    _write(run, [], 0.0, "the worker process died")
-
-
-def _write(run: Run, history: Sequence[Any], seconds: float, error: str) -> None:
-    run.folder.mkdir(parents=True, exist_ok=True)
-    part = run.folder / f"{_RESULT}.part"
-    write_text(part, json.dumps({"history": history, "seconds": seconds, "error": error}))
-    part.replace(run.folder / _RESULT)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_text(run.folder / FAILURE, f"{type(error).__name__}: {error}\n")
+        return
+    # hundreds of models would fill a disk; the empty folder shows that the run is finished
+    shutil.rmtree(run.folder / "adapter", ignore_errors=True)
+    shutil.rmtree(run.folder / MODEL)
+    (run.folder / MODEL).mkdir()

@@ -1,8 +1,11 @@
-"""The names of the metrics of a run that its rules, its pictures and its summary read."""
+"""The names of the metrics of a run that people compare, and that its rules and pictures read."""
 
 METRICS = frozenset(
     {
         *("eval/success", "eval/success_greedy", "eval/return", "eval/return_std", "eval/tasks"),
+        *("eval/turns", "rollout/outcome", "train/loss", "train/kl", "train/logprob_diff_max"),
+        *("rollout/staleness_max", "rollout/stop/env_timeout", "rollout/env_timeouts"),
+        "train/logprob_diff_p99",
         *("rollout/success", "rollout/return", "rollout/return_std", "rollout/turns"),
         *("rollout/tokens", "rollout/episodes_before", "rollout/lost_episodes"),
         *("rollout/malformed_calls", "rollout/redrawn_tasks", "rollout/staleness_mean"),

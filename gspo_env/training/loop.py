@@ -55,7 +55,7 @@ class Reporter(Protocol):
     def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
         """Reports an update, with every metric of the step."""
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+    def evaluated(self, step: int, evaluation: Evaluation, metrics: Mapping[str, float]) -> None:
         """Reports an evaluation."""
 
     def groups_to_keep(self, groups: int) -> Collection[int]:
@@ -322,7 +322,7 @@ class Loop:
             evaluation = await evaluate(self.collector, self.split.tasks)
         metrics = evaluation.metrics() | {"eval/episodes_before": self.played}
         self.history.append((self.step, metrics))
-        self.reporter.evaluated(self.step, evaluation)
+        self.reporter.evaluated(self.step, evaluation, metrics)
         return evaluation.groups
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from gspo_env.compare.stats import holm, paired_interval, paired_permutation_test
 from gspo_env.credit import GiGPO, GroupGAE, Outcome, ReturnsToGo
 from gspo_env.credit.estimators import Estimator
+from gspo_env.runs import Run
 from gspo_env.types import Episode, Group
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a study runs from any folder
@@ -154,15 +155,15 @@ def arms(problem: Problem) -> dict[str, Enumeration]:
 def record(folders: Sequence[str]) -> None:
     """Writes the curves of finished comparisons to `DATA`."""
     problems: dict[str, Any] = {}
-    for path in sorted(p for each in folders for p in Path(each).glob("runs/*/*/*/result.json")):
+    for path in sorted(p for each in folders for p in Path(each).glob("runs/*/*/*/metrics.jsonl")):
         problem, arm, seed = (part.rsplit("-", 1)[0] for part in path.parts[-4:-1])
-        history = [metrics for _, metrics in json.loads(path.read_text())["history"]]
-        evals = [metrics for metrics in history if "eval/return" in metrics]
+        run = Run.open(path.parent)
+        returns, success = (run.series[f"eval/{name}"].values for name in ("return", "success"))
         problems.setdefault(problem, {}).setdefault(arm, {})[seed] = {
-            "episodes": [metrics["eval/episodes_before"] for metrics in evals],
-            "return": [round(metrics["eval/return"], 6) for metrics in evals],
-            "success": [metrics["eval/success"] for metrics in evals],
-            "tokens": sum(metrics.get("rollout/tokens", 0.0) for metrics in history),
+            "episodes": run.series["eval/episodes_before"].values.tolist(),
+            "return": returns.round(6).tolist(),
+            "success": success.tolist(),
+            "tokens": run.total("rollout/tokens"),
         }
     DATA.write_text(json.dumps(problems) + "\n")
 

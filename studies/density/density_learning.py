@@ -199,10 +199,10 @@ def to_rows(found: Sequence[Any], metrics: Sequence[str]) -> list[dict[str, Any]
             "seed": result.run.seed,
             "step": step,
             "metric": metric,
-            "value": values[metric],
+            "value": value,
         }
         for result in found
-        for step, values in result.history
         for metric in metrics
-        if metric in values
+        if (series := result.recorded.series.get(metric))
+        for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True)
     ]

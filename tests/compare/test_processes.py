@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from multiprocessing import active_children
 
 import pytest
 
@@ -17,10 +18,10 @@ def write(path):
 def die(path):
     os._exit(1)
 
-def fail_for_one(name):
-    if name == "bad":
-        raise ValueError("no such thing")
-    time.sleep(600)
+def write_or_wait(path):
+    if path.name == "long":
+        time.sleep(600)
+    write(path)
 """
 
 
@@ -33,15 +34,18 @@ def work(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_jobs_run_in_other_processes_and_those_whose_process_dies_are_lost(work, tmp_path, capfd):
+def test_each_job_has_its_own_process_and_its_own_death(work, tmp_path, capfd):
     paths = [tmp_path / "a", tmp_path / "b"]
-    lost = []
-    assert set(in_processes(work.write, paths, 1, lost.append)) == set(paths)
-    assert str(os.getpid()) not in {path.read_text() for path in paths}
+    assert dict(in_processes(work.write, paths, 1)) == dict.fromkeys(paths, 0)
+    assert len({str(os.getpid()), *(path.read_text() for path in paths)}) == 3
     assert "dropped" not in capfd.readouterr().out
-    assert list(in_processes(work.die, paths[:1], 1, lost.append)) == lost == paths[:1]
+    assert dict(in_processes(work.die, paths, 2)) == dict.fromkeys(paths, 1)
 
 
-def test_an_error_of_one_job_stops_the_others_and_is_raised(work):
-    with pytest.raises(ValueError, match="no such thing"):
-        list(in_processes(work.fail_for_one, ["bad", "good"], 2, print))
+def test_processes_that_run_are_stopped_when_nobody_waits_for_them(work, tmp_path):
+    jobs = in_processes(work.write_or_wait, [tmp_path / "a", tmp_path / "long"], 2)
+    assert next(jobs) == (tmp_path / "a", 0)
+    (process,) = active_children()
+    jobs.close()
+    process.join(10)
+    assert not process.is_alive()

@@ -136,7 +136,10 @@ def test_all_arms_of_a_comparison_start_from_one_imitation_of_the_model(half, tm
     assert not [r.error for r in results if r.error]
     firsts = {r.run.seed: [] for r in results}
     for result in results:
-        firsts[result.run.seed].append(timeless(result.history)[0])
+        values = {
+            name: s.values[0] for name, s in result.recorded.series.items() if s.steps[0] == 0
+        }
+        firsts[result.run.seed].append(timeless([(0, values)]))
     assert all(first == same[0] for same in firsts.values() for first in same)
     assert len(list((tmp_path / "out/starts").iterdir())) == 2
 

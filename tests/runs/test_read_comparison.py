@@ -1,4 +1,4 @@
-"""`examples/read_comparison.py` compares the seeds of the runs that did not fail."""
+"""`examples/read_comparison.py` compares the seeds of the runs that are finished."""
 
 import json
 import runpy
@@ -9,9 +9,10 @@ def test_a_failed_run_leaves_the_means_of_the_others(tmp_path, capsys):
         for seed, value in enumerate(seeds):
             folder = tmp_path / "runs" / "game" / arm / f"seed{seed}"
             folder.mkdir(parents=True)
-            history = [] if value is None else [[n, {"rollout/success": value}] for n in (1, 2)]
-            result = {"history": history, "seconds": 1.0, "error": "" if history else "it died"}
-            (folder / "result.json").write_text(json.dumps(result))
+            lines = [{"step": n, "metrics": {"rollout/success": value or 0.9}} for n in (1, 2)]
+            (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
+            if value is not None:
+                (folder / "model").mkdir()
     runpy.run_path("examples/read_comparison.py")["main"](str(tmp_path))
     shown = capsys.readouterr().out
     assert "game, a: mean 0.200 over 2 seeds" in shown

@@ -179,21 +179,21 @@ from gspo_env.compare.processes import in_processes
 
 def work(run):
     Path(sys.argv[1], run).touch()
-    time.sleep(600 if run == "long" else 0.0)
+    time.sleep(600)
 
 if __name__ == "__main__":
-    list(in_processes(work, ["short", "long"], 2, print))
+    list(in_processes(work, ["one", "two"], 2))
 """
 
 
 @pytest.mark.slow
-def test_workers_of_a_comparison_end_with_it_busy_or_idle(tmp_path):
+def test_processes_of_a_comparison_end_with_it(tmp_path):
     (tmp_path / "main.py").write_text(COMPARE)
     command = [sys.executable, str(tmp_path / "main.py"), str(tmp_path)]
     with subprocess.Popen(command) as trainer:
-        assert eventually(lambda: (tmp_path / "short").exists() and (tmp_path / "long").exists())
+        assert eventually(lambda: (tmp_path / "one").exists() and (tmp_path / "two").exists())
         family = descendants(trainer.pid)
-        assert len(family) == 3  # two workers and Python's resource tracker
+        assert len(family) == 3  # two runs and Python's resource tracker
         trainer.kill()
     assert eventually(lambda: not any(map(is_alive, family)))
 

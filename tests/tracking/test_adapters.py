@@ -183,7 +183,7 @@ def test_wandb_ends_a_failed_run_with_an_exit_code(tmp_path, status, code):
 
 
 def test_a_comparison_keeps_its_parent_open_while_its_runs_are_recorded(tmp_path):
-    from gspo_env.compare import Arm, Result, Run
+    from gspo_env.compare import Arm, PlannedRun, read
     from gspo_env.compare.runner import Recorder
 
     (tmp_path / "run").mkdir()
@@ -191,8 +191,8 @@ def test_a_comparison_keeps_its_parent_open_while_its_runs_are_recorded(tmp_path
         worker.log({"x": 1.0}, 0)
     picture(tmp_path / "curve.png")
     choice = combine("tensorboard,trackio,wandb")(wandb=WandB(mode="offline"))
-    (tmp_path / "run" / "result.json").write_text("{}")
-    run = Run(
+    (tmp_path / "run" / "model").mkdir()
+    run = PlannedRun(
         problem="Lookup",
         arm=Arm(name="one", changes={}),
         seed=0,
@@ -203,7 +203,7 @@ def test_a_comparison_keeps_its_parent_open_while_its_runs_are_recorded(tmp_path
     problems: list[str] = []
     for _ in range(2):
         with Recorder(choice, tmp_path, {"seeds": 1}, problems.append) as recorder:
-            recorder.child(Result(run=run, history=(), seconds=1.0))
+            recorder.child(read(run))
             recorder.artifact(tmp_path / "curve.png")
     assert problems == []
     assert len(events(tmp_path / "run").Scalars("x")) == 1

@@ -270,4 +270,4 @@ def test_a_comparison_stopped_by_ctrl_c_leaves_no_worker_and_no_result():
     assert len(workers) >= 2
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert alive == []
-    assert list(Path("run").rglob("result.json")) == []
+    assert list(Path("run").rglob("runs/*/*/*/model")) == []
