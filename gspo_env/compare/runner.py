@@ -305,17 +305,8 @@ def mixed_scores(results: Sequence[Result]) -> Iterator[str]:
     scores: dict[str, dict[str, str]] = {}
     for result in results:
         run = result.run
-<<<<<<< HEAD
-        if run.config.credit.score == "auto" and not result.error:
-            try:
-                tree = read_toml(regular_file(run.folder, "config.toml", _MOST_BYTES))
-                score = str(tree["credit"]["score"])
-            except (OSError, LookupError, TypeError):  # of an untrusted folder
-                continue
-=======
         score = result.recorded.text("credit.score")
         if run.config.credit.score == "auto" and score not in ("", "auto") and not result.error:
->>>>>>> 77c80b67 (A run of a comparison is a training in its own process, and its folder is its result)
             scores.setdefault(run.problem, {}).setdefault(score, run.name)
     for problem, decided in scores.items():
         if len(decided) > 1:

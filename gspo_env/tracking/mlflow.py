@@ -111,6 +111,8 @@ class MLflow:
         Raises:
             ConfigError: It cannot be opened, or lacks one of them.
         """
+        if not self.address and "MLFLOW_RUN_ID" not in os.environ:
+            return  # `start` makes ./mlflow.db, once nothing else can fail
 
         def look() -> None:
             client = _open_client(self)

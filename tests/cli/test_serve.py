@@ -17,7 +17,7 @@ from support.runs import tiny
 from support.talks import TALK, TOOL, write
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env.cli.serve import KEY, Serve, settings
+from gspo_env.cli.serve import KEY, Serve, policy_config
 from gspo_env.errors import ConfigError
 
 
@@ -110,18 +110,18 @@ def test_a_port_in_use_is_refused_before_the_model_loads(capsys):
 
 
 def test_a_folder_is_data_and_its_environment_is_not_needed(folder, tmp_path):
-    settled = settings(Serve(model=str(folder), max_tokens=5))
+    settled = policy_config(Serve(model=str(folder), max_tokens=5))
     assert settled.rollout.max_turn_tokens == 5
     assert settled.rollout.max_context == 128
     text = json.loads((folder / "gspo_env.json").read_text())["config"]
     evil = text.replace('env = "gspo/Lookup-v0"', 'env = "evil.py:Env"')
     evil = evil.replace("[engine]", '[engine]\nextra = "run me"')
     (tmp_path / "gspo_env.json").write_text(json.dumps({"config": text}))
-    assert settings(Serve(model=str(tmp_path))).rollout.max_context == 128
+    assert policy_config(Serve(model=str(tmp_path))).rollout.max_context == 128
     engine = 'name = "transformers"'
     assert engine in text
     evil = text.replace(engine, 'name = "evil.py:Engine"')
     (tmp_path / "gspo_env.json").write_text(json.dumps({"config": evil}))
     with pytest.raises(ConfigError, match="--engine"):
-        settings(Serve(model=str(tmp_path)))
-    assert settings(Serve(model=str(tmp_path), engine="transformers")).engine is not None
+        policy_config(Serve(model=str(tmp_path)))
+    assert policy_config(Serve(model=str(tmp_path), engine="transformers")).engine is not None
