@@ -58,7 +58,7 @@ def check_folder(folder: Path) -> None:
             if stat.S_ISLNK(mode) and best and re.fullmatch(r"step-\d+", os.readlink(path)):
                 continue
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                kind = "a link" if stat.S_ISLNK(mode) else "no regular file"
+                kind = "a link" if stat.S_ISLNK(mode) else "not a regular file"
                 raise OutputError(
                     f"{str(path)!r} is {kind}; expected only files and folders in the folder of a "
                     "run: remove it, or copy what it names"
@@ -95,7 +95,7 @@ def regular_file(
             cache are.
 
     Raises:
-        OSError: It is missing, no regular file or too large, or see `plain_path`.
+        OSError: It is missing, not a regular file, or too large, or see `plain_path`.
     """
     path = folder / name if links else plain_path(folder, name)
     status = path.stat()

@@ -37,7 +37,7 @@ def test_nothing_that_acts_is_left_and_all_else_stays(text):
 
 def test_an_episode_file_has_no_escape_sequence_and_no_forged_heading():
     task = Task(env_id="e", seed=0, options={"x": HOSTILE})
-    ended = {"stop_reason": StopReason.ERROR, "error": HOSTILE, "final_observation": HOSTILE}
+    ended = {"reason": StopReason.ERROR, "error": HOSTILE, "final_observation": HOSTILE}
     played = episode(turn(observation=HOSTILE, text=HOSTILE), task=task, **ended)
     shown = render_episode(played)
     assert not {"\x1b", "\x07", "\r", "\u202e", "\u2028", "\x85", "\x9b"} & set(shown)

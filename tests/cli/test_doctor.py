@@ -82,7 +82,7 @@ def test_the_way_of_a_model_and_its_reason_are_named(tmp_path, model, tokenizer)
     hybrid, refused = (finding("model", str(tmp_path / n)) for n in ("hybrid", "refused"))
     assert hybrid.ok
     assert "one sequence a row" in hybrid.text
-    assert "model.layers.0.conv (Lfm2ShortConv)" in hybrid.text
+    assert "packed rows change log-probabilities by" in hybrid.text
     assert not refused.ok
     assert "RecurrentGemmaForCausalLM" in refused.text
 

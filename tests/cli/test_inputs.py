@@ -255,7 +255,10 @@ NO_OPTIMIZER = "def make(weights, lr, weight_decay):\n    return None\n"
         (["--optimizer", "own.py:make"], "which returned NoneType"),
         (["--optimizer", "own.py:nope"], "expected a name in own.py, such as: make"),
         (["--lora-rank", "4", "--optimizer", "own.py:nope"], "expected a name in own.py"),
-        (["--tracker", "mlflow", "--tracking-uri", "http://127.0.0.1:9"], "which MLflow cannot open"),
+        (
+            ["--tracker", "mlflow", "--tracking-uri", "http://127.0.0.1:9"],
+            "which MLflow cannot open",
+        ),
     ],
 )
 def test_what_only_training_needs_is_tried_before_the_folder_is_made(

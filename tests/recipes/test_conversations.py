@@ -112,7 +112,7 @@ def test_only_rewarded_conversations_are_imitated_if_asked(tmp_path):
     [
         ("{", "line 1"),
         ("[]", "expected an object"),
-        ('{"messages": "hi"}', "no list"),
+        ('{"messages": "hi"}', "not a list"),
         ('{"conversations": []}', "messages is missing, the keys are conversations"),
         ('{"messages": []}', "no message is the assistant's"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "no message is the assistant's"),
