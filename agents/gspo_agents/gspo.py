@@ -48,7 +48,6 @@ from gspo_env.model.load import (
     save_model,
 )
 from gspo_env.model.threads import is_small, use_threads
-from gspo_env.recipes.teacher import training_tasks
 from gspo_env.redaction import write_text
 from gspo_env.rollout.collector import Collector
 from gspo_env.seeding import derive_seed
@@ -307,6 +306,8 @@ class GSPOAgent:
 
     def training_tasks(self, count: int, seed: int) -> list[Task]:
         """Draws tasks that training does not hold out for its evaluation."""
+        from gspo_env.recipes.teacher import training_tasks
+
         envs, held_out = self.environments.envs, self.split().held_out
         guard = self.environments.guard
         drawn: list[Task] = guard(training_tasks, seed, envs, held_out, count)
