@@ -1,6 +1,6 @@
 """The shell blocks of the documentation run as written, in order, but with fewer steps.
 
-A page runs in a folder with `examples/` and with the files that the page shows. A training gets the
+A page runs in a folder with `examples/`, `studies/` and the files it shows. A training gets the
 flags of `SHORT`, which win over those of the page, and a hub's model is the run before it. Commands
 that cannot run in a test are listed in `ELSEWHERE` with the reason.
 """
@@ -147,7 +147,8 @@ def test_the_shell_blocks_of_a_page_run_in_order(
     path, some, trained, in_folder, monkeypatch, capfd
 ):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    Path("examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "studies"):
+        Path(name).symlink_to(ROOT / name)
     for name, code in SHOWN.findall(path.read_text()):
         Path(name).write_text(code)
     for command in some:
