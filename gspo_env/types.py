@@ -50,23 +50,29 @@ class StopReason(StrEnum):
     TIMEOUT = "timeout"
     """The rollout's limit on wall-clock time, while the policy acted."""
     ERROR = "error"
-    """The environment raised an exception. This reason and the next three are failures of the
-    environment: the episode is neither scored nor trained on, and `Episode.error` says why."""
+    """The environment raised an exception. This reason and those below are failures: the episode is
+    neither scored nor trained on, and `Episode.error` says why."""
     INVALID = "invalid"
     """The environment returned what the contract does not allow, such as a reward that is NaN."""
     ENV_TIMEOUT = "env_timeout"
     """The environment did not return within the rollout's limit on wall-clock time."""
     CRASH = "crash"
     """The process of the environment ended."""
+    UNSCORED = "unscored"
+    """No reward function and no judge gave the episode a reward; it is not played again."""
 
 
 ENDED = frozenset({StopReason.TERMINATED, StopReason.TRUNCATED})
 """The reasons for which the environment itself ends an episode; every other reason cuts it."""
 
 FAILURES = frozenset(
-    {StopReason.ERROR, StopReason.INVALID, StopReason.ENV_TIMEOUT, StopReason.CRASH}
+    {
+        *(StopReason.ERROR, StopReason.INVALID, StopReason.ENV_TIMEOUT, StopReason.CRASH),
+        StopReason.UNSCORED,
+    }
 )
-"""The reasons for which an episode is neither scored nor trained on: its environment failed."""
+"""The reasons for which an episode is neither scored nor trained on: its environment failed, or
+nothing scored it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,6 +256,9 @@ class StepInfo:
     """On the last step: the outcome of the episode. Default: the sum of the turns' rewards."""
     success: bool | None = None
     """On the last step: whether the episode succeeded. Default: the outcome is above 0."""
+    scored: bool | None = None
+    """False if nothing scored the step, whose reward then means nothing: an episode that no step
+    scores is lost and never counts as 0. Default: the environment scores every step."""
     state_key: str | None = None
     """Name of the state after the step; equal keys mean equal states."""
     observation_role: Role = "user"

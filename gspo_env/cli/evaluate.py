@@ -140,7 +140,7 @@ def print_scores(groups: Sequence[Group], split: Split) -> None:
     print(f"return   {sum(float(e.rewards.sum()) for e in episodes) / len(episodes):.3f}")
     print(f"turns    {sum(len(e.turns) for e in episodes) / len(episodes):.2f}")
     if lost:
-        print(f"lost     {lost} episodes, whose environment failed; they are not counted")
+        print(f"lost     {lost} episodes, which failed or were not scored; they are not counted")
     for k in sorted({1, size} | {2**n for n in range(1, 10) if 2**n <= size}):
         at = sum(pass_at_k(len(w), sum(w), k) for w in wins) / len(wins)
         hat = sum(pass_hat_k(len(w), sum(w), k) for w in wins) / len(wins)

@@ -264,6 +264,7 @@ _RESET: dict[str, Reader] = {
 _STEP: dict[str, Reader] = {
     "episodic_reward": _NUMBER,
     "success": _FLAG,
+    "scored": _FLAG,
     "state_key": _KEY,
     "observation_role": (_role, "'user' or 'tool'"),
     "reward_parts": (_parts, "a dict of finite numbers by name"),

@@ -25,7 +25,8 @@ class Rating:
     """
 
     rewards: tuple[float | None, ...] = ()
-    """(K,) the reward of each turn before weighting; None adds nothing."""
+    """(K,) the reward of each turn before weighting; None adds nothing. An episode without any
+    number, from this or another reward, is not scored, unless it is alone in its group."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the episode, logged as `rollout/reward/NAME`."""
     fault: Fault | None = None
@@ -65,7 +66,10 @@ async def score_group(
     for (reward, weight), ratings in zip(rewards, rows, strict=True):
         for g, rating in enumerate(ratings):
             if episodes[g].turns and not episodes[g].failed:
-                episodes[g] = _add(episodes[g], reward.name, weight, rating, success_from)
+                is_alone = len(episodes) == 1
+                episodes[g] = _add(
+                    episodes[g], reward.name, weight, rating, success_from, is_alone=is_alone
+                )
     return replace(group, episodes=tuple(episodes))
 
 
@@ -85,12 +89,21 @@ async def _rate(reward: GroupReward, group: Group) -> Sequence[Rating]:
 
 
 def _add(
-    episode: Episode, name: str, weight: float, rating: Rating, success_from: float | None
+    episode: Episode,
+    name: str,
+    weight: float,
+    rating: Rating,
+    success_from: float | None,
+    *,
+    is_alone: bool,
 ) -> Episode:
     if rating.fault is not None:
         _log.note(episode.task, rating.fault)
         return lost(episode, rating.fault)
     turns = list(episode.turns)
+    answered = is_alone or any(value is not None for value in rating.rewards)
+    scored = answered or turns[-1].info.scored
+    turns[-1] = replace(turns[-1], info=replace(turns[-1].info, scored=scored))
     for k, value in enumerate(rating.rewards):
         parts = {} if value is None else {name: value}
         parts |= rating.parts if k == len(turns) - 1 else {}

@@ -147,7 +147,7 @@ class Judge(ChatClient, GroupReward):
         except NoAnswerError as error:
             if not scores:
                 text, where = f"the reward {self.name}: {error}", f"reward {self.name}"
-                fault = Fault(reason=StopReason.ERROR, message=text, where=where)
+                fault = Fault(reason=StopReason.UNSCORED, message=text, where=where)
                 tally.faults |= {g: fault for g, _ in unit}
         return scores
 

@@ -18,7 +18,7 @@ from gspo_env.errors import (
     RolloutError,
 )
 from gspo_env.runtime.threads import attempt, foreign, log_once
-from gspo_env.types import Ending, Episode, Fault, StopReason, Task
+from gspo_env.types import Ending, Episode, Fault, Group, StopReason, Task
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,24 @@ def lost(episode: Episode, fault: Fault) -> Episode:
     return replace(
         episode, ending=replace(episode.ending, reason=fault.reason, success=False, fault=fault)
     )
+
+
+def lose_unscored(group: Group, log: FaultLog) -> Group:
+    """Returns a group in which the episodes that nothing has scored are lost."""
+    fault = Fault(
+        reason=StopReason.UNSCORED,
+        message="nothing scored the episode: each of its rewards is None",
+        where="no reward",
+    )
+
+    def checked(episode: Episode) -> Episode:
+        answers = {turn.info.scored for turn in episode.turns}
+        if episode.failed or False not in answers or True in answers:
+            return episode
+        log.note(episode.task, fault)
+        return lost(episode, fault)
+
+    return replace(group, episodes=tuple(map(checked, group.episodes)))
 
 
 def failed_episode(task: Task, fault: Fault) -> Episode:

@@ -23,6 +23,7 @@ from gspo_env.rollout.failures import (
     close_quietly,
     failed_episode,
     limited,
+    lose_unscored,
     lost,
 )
 from gspo_env.rollout.play import Policy, play, run_now
@@ -139,8 +140,12 @@ class EnvPool:
     async def score(self, group: Group, timeout: float) -> Group:
         """Adds the rewards of the environments' `group_reward`, if they have one.
 
-        If it raises or does not return in time, the episodes of the group count as lost.
+        If it raises or does not return in time, the episodes of the group count as lost; so do
+        those that nothing has scored.
         """
+        return lose_unscored(await self._reward(group, timeout), self.faults)
+
+    async def _reward(self, group: Group, timeout: float) -> Group:
         reward = self.group_reward
         if reward is None:
             return group

@@ -230,6 +230,7 @@ def test_the_result_of_a_program_is_its_reward(begin, result, reward, success, p
     _, total, terminated, _, info = begin(program).step("y")
     assert (total, terminated, info["success"]) == (reward, True, success)
     assert info["reward_parts"] == parts
+    assert info["scored"] == (result not in (None, "text"))
 
 
 def test_a_posted_reward_counts_for_the_turn_of_its_answer_and_not_once_that_has_returned(begin):

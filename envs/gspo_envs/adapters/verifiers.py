@@ -81,8 +81,10 @@ class VerifiersEnv(RowEnv):
             loops.run(self._conversation.answer(None), _LOOP)
         trace = self._conversation.trace
         parts = {name: float(r.score) for name, r in trace.rewards.items() if r is not None}
+        scored = bool(parts)
         parts |= {name: float(m) for name, m in trace.metrics.items() if m is not None}
-        return "", float(trace.reward), not cut, cut, {"reward_parts": parts}
+        info = {"reward_parts": parts, "scored": scored}
+        return "", float(trace.reward), not cut, cut, info
 
     def close(self) -> None:
         """Ends the running conversation."""

@@ -162,6 +162,8 @@ class DatasetEnv(ToolEnv):
         if ended or self.score == "turn":
             judged, info["reward_parts"] = self.rewards.judge(self._attempt())
             reward += judged
+            if self.rewards:
+                info["scored"] = bool(info["reward_parts"])
             if ended and self.success_from is not None:
                 info["success"] = reward >= self.success_from
         role = info.get("observation_role", "user")

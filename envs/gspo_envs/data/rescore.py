@@ -10,6 +10,7 @@ from typing import Any
 from gymnasium.utils.seeding import np_random
 
 from gspo_env.rewards.judge import conversation, opening
+from gspo_env.rollout.failures import FaultLog, lose_unscored
 from gspo_env.types import Episode, Group, StopReason
 from gspo_envs.data.rewards import Attempt, Rewards
 from gspo_envs.data.rows import Message, TaskRows, is_text, prompt_column
@@ -42,7 +43,10 @@ async def rescore(
         episodes = tuple(_score(episode, own, row, settings) for episode in group.episodes)
         scored.append(replace(group, episodes=episodes))
     add = own.of_group(settings.get("success"))
-    return await asyncio.gather(*map(add, scored)) if add else scored
+    if add:
+        scored = await asyncio.gather(*map(add, scored))
+    log = FaultLog()
+    return [lose_unscored(group, log) for group in scored]
 
 
 def _score(
@@ -55,7 +59,7 @@ def _score(
     plain = is_text(row[column]) if column in row else alone
     ids: tuple[int, ...] = ()
     for k, turn in enumerate(turns):
-        value, parts = 0.0, dict[str, float]()
+        value, parts, scored = 0.0, dict[str, float](), None
         ids += turn.action_ids
         is_last = k == len(turns) - 1
         # `step` never saw an action that was cut
@@ -66,7 +70,8 @@ def _score(
                 prompt=prompt, completion=completion, row=row, plain=plain, token_ids=ids
             )
             value, parts = rewards.judge(attempt)
-        info = replace(turn.info, reward_parts=parts)
+            scored = bool(parts)
+        info = replace(turn.info, reward_parts=parts, scored=scored)
         turns[k] = replace(turn, reward=value, info=info)
     return replace(episode, turns=tuple(turns), ending=replace(episode.ending, outcome=None))
 

@@ -198,7 +198,7 @@ class ProgramEnv(TextEnv):
         """Waits for what follows an answer, or the refusal of a prompt that did not fit."""
         assert self._running is not None
         event = self._next()
-        reward = self._running.rewards.finish()
+        posted = self._running.rewards.finish()
         failure = None if refused else self._failure(event)
         if failure is not None:
             raise failure
@@ -207,10 +207,18 @@ class ProgramEnv(TextEnv):
         terminated, truncated = self.end_turn(regular and not refused, over)
         if isinstance(event, PendingRequest) and not truncated:
             observation, info = self._observe(event)
-            return observation, reward, False, False, info
+            scored = {} if posted is None else {"scored": True}
+            return observation, posted or 0.0, False, False, info | scored
         if refused:
             return "", 0.0, False, True, {"success": False}
-        reward, info = self._judge(event.result if isinstance(event, ProgramEnd) else None, reward)
+        reward, info = self._judge(event.result if isinstance(event, ProgramEnd) else None)
+        if reward is None and posted is None:
+            info["scored"] = False if terminated or self.rewards else None
+        else:
+            info["scored"] = True
+        reward = (reward or 0.0) + (posted or 0.0)
+        if self.success_from is not None:
+            info["success"] = reward >= self.success_from
         return "", reward, terminated, truncated, info
 
     def abandon(self) -> None:
@@ -268,18 +276,14 @@ class ProgramEnv(TextEnv):
             f"{stderr}"
         )
 
-    def _judge(self, result: Any, posted: float) -> tuple[float, dict[str, Any]]:
-        """Scores the episode; returns the reward of the last step, and its `info`."""
-        success: bool | None = None
-        if self.rewards:
-            attempt = to_attempt(self._exchanges, self._row, self._token_ids, result)
-            reward, parts = self.rewards.judge(attempt)
-        else:
+    def _judge(self, result: Any) -> tuple[float | None, dict[str, Any]]:
+        """Scores the episode; returns the reward, None if nothing gives one, and the `info`."""
+        if not self.rewards:
             reward, success, parts = read_result(result)
-        reward += posted
-        if self.success_from is not None:
-            success = reward >= self.success_from
-        return float(reward), {"reward_parts": parts, "success": success}
+            return reward, {"reward_parts": parts, "success": success}
+        attempt = to_attempt(self._exchanges, self._row, self._token_ids, result)
+        reward, parts = self.rewards.judge(attempt)
+        return reward if parts else None, {"reward_parts": parts}
 
 
 def to_reply(action: str, tools: Sequence[Tool]) -> tuple[Reply, int]:

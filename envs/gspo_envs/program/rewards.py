@@ -22,12 +22,12 @@ class TurnRewards:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: str | None = None
-        self._sum = 0.0
+        self._sum: float | None = None
 
     def begin(self, completion: str) -> None:
         """Takes rewards for this answer from now on."""
         with self._lock:
-            self._open, self._sum = completion, 0.0
+            self._open, self._sum = completion, None
 
     def post(self, completion: str, reward: float) -> None:
         """Adds a reward; called in the thread of the address.
@@ -43,20 +43,21 @@ class TurnRewards:
                     f"the turn of {completion!r} is over; expected its reward before the next "
                     "request of the program and before its end"
                 )
-            self._sum += reward
+            self._sum = (self._sum or 0.0) + reward
 
-    def finish(self) -> float:
-        """Returns the sum; later rewards of the answer are late."""
+    def finish(self) -> float | None:
+        """Returns the sum, or None without any; later rewards of the answer are late."""
         with self._lock:
             self._open = None
             return self._sum
 
 
-def read_result(value: Any) -> tuple[float, bool | None, dict[str, float]]:
+def read_result(value: Any) -> tuple[float | None, bool | None, dict[str, float]]:
     """Reads the result of a program: a number, true or false, a dictionary, or no reward.
 
     Returns:
-        The reward, whether the episode succeeded if the result says so, and further numbers.
+        The reward, None without one; whether the episode succeeded, if the result says so; and
+        further numbers.
 
     Raises:
         EnvironmentContractError: A number is not finite, or "success" is neither true nor false.
@@ -66,7 +67,7 @@ def read_result(value: Any) -> tuple[float, bool | None, dict[str, float]]:
     if (number := _number("the result", value)) is not None:
         return number, None, {}
     if not isinstance(value, Mapping):
-        return 0.0, None, {}
+        return None, None, {}
     success = value.get("success")
     if success is not None and not isinstance(success, bool):
         raise EnvironmentContractError(
@@ -77,7 +78,8 @@ def read_result(value: Any) -> tuple[float, bool | None, dict[str, float]]:
         for name, item in value.items()
         if name != "success" and (number := _number(f"the result's {name!r}", item)) is not None
     }
-    return numbers.pop("reward", 0.0), success, numbers
+    reward = numbers.pop("reward", None)
+    return 0.0 if reward is None and success is not None else reward, success, numbers
 
 
 def _number(what: str, value: Any) -> float | None:
