@@ -139,6 +139,9 @@ class TextEnv(gymnasium.Env[str, str]):
     """False if `reset` and `step` never block. All other environments run in threads, where the
     order of episodes, and so the rounding of a batch, is not reproducible. `abandon` and `close`
     run in a thread in any case."""
+    limits_steps: bool = False
+    """With `blocking = False`: whether `step` calls functions that may hang, such as rewards. It
+    then runs in a thread for which the event loop waits, and has the time of an episode."""
     gives_outcome: bool = False
     """Whether finished episodes have an `episodic_reward`. Then an episode that the rollout cut has
     `outcome_if_cut`, else the sum of its rewards."""

@@ -28,11 +28,14 @@ from gspo_env.rollout.failures import (
 )
 from gspo_env.rollout.play import Policy, play, run_now
 from gspo_env.runtime.futures import run_in_daemon
-from gspo_env.runtime.loops import has_async
+from gspo_env.runtime.loops import call_for, has_async
 from gspo_env.runtime.threads import EnvThread, attempt
 from gspo_env.types import Episode, Fault, Group, StopReason, Task
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE = 1.0
+"""Seconds that the event loop waits for a step of an environment with `limits_steps`."""
 
 
 @dataclass(slots=True)
@@ -123,8 +126,17 @@ class EnvPool:
         env = getattr(function, "__self__", args[0] if args else None)
         seat = self._seats.get(id(env))
         if seat is None or not (seat.threaded or _blocks(function, args)):
+            if seat and function == seat.env.step and attribute(seat.env, "limits_steps", False):
+                return await self._step_soon(self._thread(seat), function, *args)
             return attempt(function, *args, **kwargs)
         return await self._thread(seat).call(function, *args, **kwargs)
+
+    async def _step_soon(self, thread: EnvThread, step: Callable[..., Any], action: Any) -> Any:
+        """Steps in a thread, for which the event loop waits at first: the order is reproducible."""
+        future = thread.submit(call_for, asyncio.get_running_loop(), step, action)
+        with contextlib.suppress(TimeoutError):  # one of the step itself is raised again below
+            return future.result(_PATIENCE)
+        return await asyncio.wrap_future(future)
 
     async def abandon(self, env: TextEnvironment, timeout: float | None) -> None:
         """Tells an environment that its episode was cut.

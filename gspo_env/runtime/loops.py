@@ -48,6 +48,8 @@ class _ThreadLoop(threading.local):
 
     runner: asyncio.Runner | None = None
     process = 0
+    waiting: asyncio.AbstractEventLoop | None = None
+    """The loop of another thread that waits for the call of this one."""
 
 
 _thread_loop = _ThreadLoop()
@@ -282,11 +284,22 @@ def _synchronous(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """Returns the event loop that the caller is on, if any."""
+    """Returns the event loop that the caller is on or that waits for it, if any."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
-        return None
+        return _thread_loop.waiting
+
+
+def call_for(
+    loop: asyncio.AbstractEventLoop, function: Callable[..., T], *args: Any, **kwargs: Any
+) -> T:
+    """Calls a function in a thread for which an event loop waits; see `running_loop`."""
+    _thread_loop.waiting = loop
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _thread_loop.waiting = None
 
 
 def _on_environment_loop() -> bool:

@@ -8,6 +8,7 @@ import pytest
 from support.scripted_engine import Scripted
 from support.small_env import Small
 
+from gspo_env.env.registration import make_env
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.play import PolicyOutput
 from gspo_env.rollout.pool import EnvPool, play_pooled
@@ -27,7 +28,7 @@ def release():
 def collector(chat, make, **limits):
     engine = Scripted(lambda prompt_ids, sampling: (chat.stop_ids[0],))
     settings = {"max_turn_tokens": 8, "max_context": 256, "episode_timeout": 0.3, **limits}
-    pool = EnvPool(make, blocking=make.blocking, close_timeout=0.3)
+    pool = EnvPool(make, blocking=getattr(make, "blocking", None), close_timeout=0.3)
     return Collector(engine, chat, pool, RolloutConfig(**settings))
 
 
@@ -168,3 +169,28 @@ def test_environments_that_hang_as_they_are_made_cost_the_limit_at_the_same_time
     assert sum(failed for failed, _ in others) == broken - 1
     assert broken == 1 or {made for _, made in others} == {4}
     pool.close()
+
+
+@pytest.mark.parametrize("trl", [False, True])
+def test_a_reward_function_that_hangs_costs_its_episode(chat, trl):
+    calls = []
+
+    def reward(attempt):
+        calls.append(threading.current_thread())
+        if len(calls) == 2:
+            RELEASE.wait()
+        return 1.0
+
+    def batch(completions):
+        return [reward(text) for text in completions]
+
+    rows = [{"prompt": f"Say {n}"} for n in range(20)]
+
+    def make():
+        return make_env("gspo/Dataset-v0", data=rows, rewards=[batch if trl else reward])
+
+    running = collector(chat, make)
+    groups = collect(running)
+    assert all(e.success for g in groups for e in g.episodes)
+    assert len(calls) == 5
+    assert running.pool.faults.counts == {StopReason.ENV_TIMEOUT: 1}
