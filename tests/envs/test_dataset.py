@@ -579,3 +579,15 @@ def test_functions_are_tools_of_a_dataset(tmp_path):
     ):
         with pytest.raises(ConfigError, match=words):
             make_env("gspo/Dataset-v0", data=SUMS, tools=wrong)
+
+
+@pytest.mark.parametrize("held_out", [0, 0.2, SUMS[:7]])
+def test_an_evaluation_plays_each_row_once_before_any_twice(held_out):
+    rows = TaskRows(SUMS, held_out=held_out)
+    count = {0: 25, 0.2: 5}.get(held_out if isinstance(held_out, float | int) else -1, 7)
+    picked = [rows.pick(np.random.default_rng(n), HELD_OUT + n)[1] for n in range(2 * count)]
+    assert len(set(picked[:count])) == count
+    assert sorted(picked[:count]) == sorted(picked[count:])
+    assert count < 6 or picked[:count] != sorted(picked[:count])
+    trained = {rows.pick(np.random.default_rng(n), n)[1] for n in range(500)}
+    assert held_out != 0.2 or not trained & set(picked)

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import lru_cache
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,13 @@ class TaskRows:
     ) -> tuple[Any, int]:
         """Returns a row and its index; an evaluation seed picks a held-out row.
 
+        Successive evaluation seeds pick each row once before any twice, in a mixed order.
+
         Raises:
             ConfigError: There is no row `number`.
         """
-        evaluation = seed is not None and seed >= HELD_OUT
+        place = -1 if seed is None else seed - HELD_OUT
+        evaluation = place >= 0
         rows = self._eval if evaluation and self._eval is not None else self._train
         if number is not None:
             if type(number) is not int or not 0 <= number < len(rows):
@@ -78,7 +82,10 @@ class TaskRows:
             return rows[number], number
         # the held-out rows are spread evenly, so that no list of them is needed
         held = _count(len(rows), self._share)
-        drawn = int(rng.integers(held if evaluation and held else len(rows) - held))
+        count = held if evaluation and held else len(rows) - held
+        drawn = int(rng.integers(count))
+        if evaluation:
+            drawn = place * _stride(count) % count
         if evaluation and held:
             drawn = self._place(drawn)
         elif held:  # passes over the held-out rows before it
@@ -88,6 +95,11 @@ class TaskRows:
     def _place(self, n: int) -> int:
         """Returns the index of the n-th held-out row."""
         return min(int((n + 1) / self._share + _ROUNDING), len(self._train)) - 1
+
+
+def _stride(count: int) -> int:
+    """Returns a step that meets each of so many places once, neighbours far apart."""
+    return next(n for n in range(int(count * 0.618) + 1, 2 * count + 2) if gcd(n, count) == 1)
 
 
 def _count(rows: int, share: float) -> int:
