@@ -33,6 +33,11 @@ SIZES = Sizes(
 )
 ROWS = override(Config(), {"learner": {"microbatch_tokens": 16384}, "rollout": {"concurrency": 64}})
 WORK = {"tokens": 6000, "longest": 500}
+SHORT = {
+    "tracker": "none",
+    "rollout": {"max_turn_tokens": 8, "max_context": 512, "concurrency": 8},
+    "learner": {"microbatch_tokens": 512},  # a tiny model would be measured with a long row
+}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +102,8 @@ def test_the_flags_that_a_refusal_names_make_the_run_fit(free):
 def agent():
     return GSPOAgent(
         config=Config.from_recipe(
-            steps=3, tasks_per_step=2, eval_tasks=4, recipe={"demonstrations": 20}, tracker="none"
+            **{"steps": 3, "tasks_per_step": 2, "eval_tasks": 4},
+            **{"recipe": {"demonstrations": 20}, **SHORT},
         )
     )
 
@@ -135,7 +141,7 @@ class Keyed(TextEnv):
 
 
 def test_a_preflight_plays_no_task_that_is_held_out(agent, capsys):
-    config = Config(tasks_per_step=2, eval_tasks=8, tracker="none")
+    config = override(Config(), {"tasks_per_step": 2, "eval_tasks": 8, **SHORT})
     mixture = GSPOAgent(agent.model, [Keyed, "gspo/Lookup-v0"], config, agent.tokenizer)
     (held_out,) = [keys for name, keys in mixture.split().held_out.items() if "Keyed" in name]
     Keyed.last.clear()
@@ -158,7 +164,7 @@ class Wordy(TextEnv):
 def test_an_engine_too_slow_for_a_single_turn_has_actions_as_long_as_they_may_be(
     agent, monkeypatch
 ):
-    config = Config(tasks_per_step=2, eval_tasks=4, tracker="none")
+    config = override(Config(), {"tasks_per_step": 2, "eval_tasks": 4, **SHORT})
     wordy = GSPOAgent(agent.model, Wordy, config, agent.tokenizer)
     sample = TransformersEngine.generate
 
@@ -187,7 +193,7 @@ def test_a_run_whose_engine_is_elsewhere_says_what_is_known_of_its_memory(agent,
 
 
 def test_a_run_that_learns_nothing_is_estimated_too(agent):
-    config = Config(steps=0, eval_tasks=4, tracker="none")
+    config = override(Config(), {"steps": 0, "eval_tasks": 4, **SHORT})
     expected = estimate(GSPOAgent(agent.model, Wordy, config, agent.tokenizer), ())
     assert "0 s imitate" in expected.rows["run"]
 

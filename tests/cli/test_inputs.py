@@ -349,8 +349,9 @@ def _write_later(path, data):
 @pytest.mark.parametrize("flags", [("--config",), ("--recipe", "tiny", "--conversations")])
 @pytest.mark.parametrize("kind", ["device", "pipe"])
 def test_neither_an_endless_device_nor_a_pipe_without_a_writer_is_read(
-    capsys, tmp_path, flags, kind
+    capsys, tmp_path, flags, kind, monkeypatch
 ):
+    monkeypatch.setattr("gspo_env.given_file._PATIENCE", 0.1)
     os.mkfifo(tmp_path / "pipe")
     path = "/dev/zero" if kind == "device" else str(tmp_path / "pipe")
     words = "has more than" if kind == "device" else "is a pipe to which nothing writes"
