@@ -23,7 +23,8 @@ def test_a_run_with_a_hybrid_says_so_once_and_trains_on_what_its_engine_sampled(
 ):
     if large:  # then the preflight adds an adapter and removes it
         monkeypatch.setattr("gspo_agents.gspo.is_small", lambda model: False)
-    history = short("LFM2", tmp_path, learner={"lora_rank": rank})
+    learner = {"lora_rank": rank, "microbatch_tokens": 512}  # the preflight measures such a row
+    history = short("LFM2", tmp_path, learner=learner)
     (difference,) = (m["train/logprob_diff_max"] for _, m in history if "train/loss" in m)
     assert difference <= check.BOUND
     assert caplog.text.count("one sequence a row") == 1
