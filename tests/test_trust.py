@@ -26,7 +26,7 @@ from gspo_env.trust import read_saved, record
 SHORT = [
     *("--hidden-size", "32", "--demonstrations", "64", "--imitation-steps", "4"),
     *("--steps", "1", "--tasks-per-step", "2", "--group-size", "2", "--eval-tasks", "4"),
-    *("--tracker", "none"),
+    *("--tracker", "none", "--max-turn-tokens", "8"),
 ]
 
 
