@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 
@@ -15,9 +16,12 @@ from gspo_env.errors import EngineError
 from gspo_env.model.head import usable_ids
 from gspo_env.model.load import load_model, match_tokenizer
 from gspo_env.model.threads import use_threads
+from gspo_env.model.weights import find_weights
 from gspo_env.runtime.loops import run
 from gspo_env.trust import read_saved
 from gspo_env.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 _LOOP = "frozen agents"
 _TAKEN = ("rollout", "rewritten_history")
@@ -42,7 +46,9 @@ class FrozenAgent:
         tree = saved.tree if saved else {}
         config = from_dict({name: tree[name] for name in _TAKEN if name in tree})
         self.limits = config.rollout
-        self.model, tokenizer = load_model(str(folder))
+        weights = find_weights(folder)
+        logger.info("An opponent plays with %s.", weights)
+        self.model, tokenizer = load_model(weights.folder)
         if torch.cuda.is_available():
             self.model.to("cuda")
         use_threads(self.model)

@@ -48,10 +48,10 @@ from gspo_env.model.load import (
     save_model,
 )
 from gspo_env.model.threads import is_small, use_threads
+from gspo_env.model.weights import MODEL, SETTINGS, find_weights
 from gspo_env.redaction import write_text
 from gspo_env.rollout.collector import Collector
 from gspo_env.seeding import derive_seed
-from gspo_env.tracking.base import MODEL
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker, start
 from gspo_env.training.checkpoints import Checkpoints, CheckpointWriter
@@ -234,8 +234,8 @@ class GSPOAgent:
             writer.interrupt.graceful = True
             history = self._loop.run(loop.train())
             self.config = reporter.config
-            if loop.step == config.steps:  # before the environments close, which may raise
-                reporter.save(history, self.env_id, self._write_run)
+            # before the environments close, which may raise
+            reporter.save(history, self.env_id, self._write_run)
             tracker.finish("FINISHED" if loop.step == config.steps else "KILLED")
         return history
 
@@ -398,17 +398,26 @@ class GSPOAgent:
         self._write(Path(path))
         record(Path(path), self.config)
 
-    def _write(self, folder: Path) -> None:
+    def _write(self, folder: Path, step: int | None = None) -> None:
         save_model(self.model, self.tokenizer, folder)
-        write_text(folder / "gspo_env.json", json.dumps({"config": to_toml(self.config)}))
+        settings = {"config": to_toml(self.config), "step": step}
+        write_text(folder / SETTINGS, json.dumps(settings))
 
-    def _write_run(self, folder: Path) -> None:
-        self._write(folder / MODEL)
+    def _write_run(self, folder: Path, step: int) -> None:
+        self._write(folder / MODEL, step)
         if hasattr(self.model, "disable_adapter"):
             save_adapter(self.model, folder / "adapter")
 
     @classmethod
-    def load(cls, path: str | Path, env: str | Sequence[str] = "", **changes: Any) -> GSPOAgent:
+    def load(
+        cls,
+        path: str | Path,
+        env: str | Sequence[str] = "",
+        *,
+        step: int | None = None,
+        best: bool = False,
+        **changes: Any,
+    ) -> GSPOAgent:
         """Loads an agent that `save` or a training run wrote.
 
         The folder is data (`gspo_env.trust`). Playing needs no estimator, loss or tracker; those
@@ -418,19 +427,22 @@ class GSPOAgent:
             path: The folder.
             env: Another environment, or several, to which neither saved arguments nor the score are
                 taken over.
+            step: The step of the run whose weights to load; the newest by default.
+            best: Loads those of the best evaluation instead.
             changes: Fields of the config by name; a dictionary changes fields of a section.
 
         Raises:
             ConfigError: The saved settings are damaged, or name something that has to be given.
+            ModelError: There are no such weights; see `gspo_env.model.weights`.
         """
         saved = read_saved(path)
         env = env if isinstance(env, str) else tuple(env)
-        folder = Path(path, "model") if Path(path, "model").is_dir() else path
+        folder = find_weights(path, step, best=best).folder
         if saved is None:
-            return cls(str(folder), env, override(Config(model=str(folder)), changes))
+            return cls(folder, env, override(Config(model=folder), changes))
         tree = saved.settings(changes, env=env, playing=True)
         changes.pop("env_kwargs", None)  # they are in the tree
-        agent = cls(str(folder), "", override(from_dict(tree), changes))
+        agent = cls(folder, "", override(from_dict(tree), changes))
         agent._trained = not env or env == saved.env
         return agent
 

@@ -21,13 +21,14 @@ from gspo_env.health.evaluation import check_first_evaluation
 from gspo_env.health.findings import Finding
 from gspo_env.learner.stats import TokenValues
 from gspo_env.model.check import RunMode
+from gspo_env.model.weights import MODEL
 from gspo_env.redaction import write_text
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.runs.evaluations import EvalSnapshot
 from gspo_env.runs.run import Run
-from gspo_env.tracking.base import MODEL, SUMMARY, RunInfo
+from gspo_env.tracking.base import SUMMARY, RunInfo
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker
 from gspo_env.tracking.system import SystemMetrics, commit, versions
@@ -157,13 +158,13 @@ class Reporter:
         path: Path = self._checkpoints.run / name
         self._checkpoints.attempt(name, lambda: write_text(path, text))
 
-    def save(self, history: History, env_id: str, write: Callable[[Path], None]) -> None:
-        """Writes and tracks what was trained, and the learning curve.
+    def save(self, history: History, env_id: str, write: Callable[[Path, int], None]) -> None:
+        """Writes and tracks what was trained, at the end or where the run was stopped.
 
         Args:
             history: The metrics of every step.
             env_id: The environment.
-            write: Writes the trained model into the folder of the run.
+            write: Writes the trained model into the folder of the run, as that of a step.
 
         Raises:
             OutputError: The model cannot be written.
@@ -171,8 +172,8 @@ class Reporter:
         from gspo_env.runs.page import write_page
         from gspo_env.runs.plots import learning_curve
 
-        folder = self._checkpoints.run
-        if not self._checkpoints.attempt("the trained model", lambda: write(folder)):
+        folder, step = self._checkpoints.run, history[-1][0]
+        if not self._checkpoints.attempt("the trained model", lambda: write(folder, step)):
             raise OutputError(f"the trained model cannot be written to {str(folder)!r}")
         self._summarise(history)
         record = Run.in_progress(self.config, history)
@@ -186,7 +187,8 @@ class Reporter:
         )
         for name in ("config.toml", path.name, page.name):
             self._tracker.artifact(folder / name)
-        self._tracker.artifact(folder / MODEL, MODEL)
+        if step == self.config.steps:  # a model that is registered has all steps
+            self._tracker.artifact(folder / MODEL, MODEL)
 
     def end(self, history: History, split: Split, skipped_demonstrations: int) -> None:
         """Says what the run reached, and where its files are or how to resume it.
@@ -198,7 +200,11 @@ class Reporter:
         """
         step, steps = history[-1][0], self.config.steps
         if step < steps:
-            lines = [self._checkpoints.stopped(step, steps)]
+            folder = self._checkpoints.run
+            lines = [
+                self._checkpoints.stopped(step, steps),
+                f"Model of step {step}, config and learning curve: {folder}",
+            ]
         else:
             lines = results(history, split, skipped_demonstrations)
             folder, encoding = self._checkpoints.run, self._progress.encoding

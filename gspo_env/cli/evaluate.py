@@ -28,6 +28,10 @@ class Evaluate:
     """Folder of a run, such as runs/Lookup-v0-seed0-1; the same as `--model`."""
     model: str = ""
     """A trained folder, a hub id, or `scripted`."""
+    step: Annotated[int, Ge(0)] | None = None
+    """Step of the run whose weights to use; the newest by default."""
+    best: bool = False
+    """Whether to use the weights of the best evaluation."""
     model_dtype: Literal["", "auto", "float32", "bfloat16", "float16"] = ""
     """The dtype of the weights; a trained folder's own setting by default."""
     env: tuple[str, ...] = ()
@@ -62,13 +66,15 @@ class Evaluate:
         model = self.model or self.folder
         from gspo_env.cli.options import one_or_several
         from gspo_env.health.evaluation import check_first_evaluation
+        from gspo_env.model.weights import find_weights
         from gspo_env.tracking.console import Progress
 
         if model == "scripted":
             if len(self.env) > 1:
                 raise ConfigError(f"env is {' '.join(self.env)}; expected one for 'scripted'")
-            for name in ("seed", "temperature", "max_turn_tokens", "model_dtype", "engine"):
-                if (value := getattr(self, name)) not in (None, ""):
+            unused = ("seed", "temperature", "max_turn_tokens", "model_dtype", "engine")
+            for name in (*unused, "step", "best"):
+                if (value := getattr(self, name)) not in (None, "", False):
                     raise ConfigError(
                         f"{name} is {value}, and a scripted agent samples nothing; expected none"
                     )
@@ -79,12 +85,14 @@ class Evaluate:
             print_episodes(groups, self.show)
             print_scores(groups, agent.split(tasks))
         else:
-            print(f"gspo-env {__version__}: loading {visible(str(model))}", flush=True)
+            weights = find_weights(model, self.step, best=self.best)
+            print(f"gspo-env {__version__}: loading {visible(str(weights))}", flush=True)
+            chosen = {"step": self.step, "best": self.best}
             names = ("model_dtype", "env_kwargs", "engine")
             changes = {name: value for name in names if (value := getattr(self, name))}
             if self.max_turn_tokens:
                 changes["rollout"] = {"max_turn_tokens": self.max_turn_tokens}
-            agent = load_agent("gspo").load(model, one_or_several(self.env), **changes)
+            agent = load_agent("gspo").load(model, one_or_several(self.env), **chosen, **changes)
             split = agent.split(self.tasks)
             print(f"playing {split}, {self.samples} of each, in {agent.env_id}", flush=True)
             with Progress() as progress:

@@ -46,6 +46,10 @@ class Play:
     """Arguments of the environment, such as `hops=4`."""
     model: str = ""
     """A trained folder or a hub id that acts; by default you do."""
+    step: Annotated[int, Ge(0)] | None = None
+    """Step of the run whose weights to use; the newest by default."""
+    best: bool = False
+    """Whether to use the weights of the best evaluation."""
     temperature: Annotated[float, Ge(0)] | None = None
     """Sampling temperature of the model; that of the training by default, 0 is greedy."""
     max_turn_tokens: Annotated[int, Ge(1)] | None = None
@@ -60,8 +64,8 @@ class Play:
         from gspo_env.rollout.play import play_now
         from gspo_env.types import Task
 
-        for name in ("temperature", "max_turn_tokens"):
-            if not self.model and (value := getattr(self, name)) not in (None, ""):
+        for name in ("temperature", "max_turn_tokens", "step", "best"):
+            if not self.model and (value := getattr(self, name)) not in (None, "", False):
                 raise ConfigError(f"{name} is {value}, and no model plays; expected --model")
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="backslashreplace")
@@ -80,15 +84,18 @@ class Play:
         """Lets a model play, except for the turns that a person takes over."""
         from gspo_env.env.registration import hide_progress_bars, load_agent
         from gspo_env.model.head import usable_ids
+        from gspo_env.model.weights import find_weights
         from gspo_env.rollout.collector import Collector
         from gspo_env.rollout.pool import play_pooled
         from gspo_env.seeding import derive_seed
         from gspo_env.types import Task
 
         hide_progress_bars()
-        print(f"loading {visible(self.model)}", flush=True)
+        weights = find_weights(self.model, self.step, best=self.best)
+        print(f"loading {visible(str(weights))}", flush=True)
+        changes: dict[str, Any] = {"step": self.step, "best": self.best}
         length = {"max_turn_tokens": self.max_turn_tokens} if self.max_turn_tokens else {}
-        changes = {"env_kwargs": self.env_kwargs} if self.env_kwargs else {}
+        changes |= {"env_kwargs": self.env_kwargs} if self.env_kwargs else {}
         agent = load_agent("gspo").load(self.model, self.env, **changes, rollout=length)
         limits = agent.config.rollout
         started = agent.config.engine.start(

@@ -17,6 +17,7 @@ import tyro
 from annotated_types import Ge, Interval
 
 from gspo_env.errors import ConfigError
+from gspo_env.redaction import visible
 from gspo_env.seeding import SEEDS
 from gspo_env.settings import settings
 
@@ -40,6 +41,10 @@ class Serve:
 
     model: tyro.conf.Positional[str] = ""
     """A run's folder, a model's folder or a hub id."""
+    step: Annotated[int, Ge(0)] | None = None
+    """Step of the run whose weights to use; the newest by default."""
+    best: bool = False
+    """Whether to use the weights of the best evaluation."""
     host: str = "127.0.0.1"
     """The address to listen on; others than this machine's own need a key."""
     port: Annotated[int, Interval(ge=0, le=65535)] = 8000
@@ -65,6 +70,7 @@ class Serve:
     def run(self) -> None:
         """Serves until it is interrupted."""
         from gspo_env.env.registration import hide_progress_bars
+        from gspo_env.model.weights import find_weights
         from gspo_env.serving import PolicyServer
 
         hide_progress_bars()
@@ -76,11 +82,13 @@ class Serve:
             )
         if not self.model:
             raise ConfigError("the model is ''; expected the folder of a run or a hub id")
+        weights = find_weights(self.model, self.step, best=self.best)
         config = policy_config(self)
         open_server = partial(PolicyServer, self.host, self.port, log=True)
         open_server().close()  # a port in use is refused before the model loads
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-        with policy_of(self.model, config, self.seed) as policy:
+        print(f"loading {visible(str(weights))}", flush=True)
+        with policy_of(weights.folder, config, self.seed) as policy:
             address = open_server()
             try:
                 name = self.model_name or Path(self.model).resolve().name
@@ -156,8 +164,7 @@ def policy_of(model: str, config: Config, seed: int = 0) -> Iterator[ChatPolicy]
     from gspo_env.serving import ChatPolicy
 
     getattr(config.engine, "require", lambda: None)()
-    folder = Path(model, "model") if Path(model, "model").is_dir() else Path(model)
-    loaded, tokenizer = load_model(str(folder), config.model_dtype)
+    loaded, tokenizer = load_model(model, config.model_dtype)
     if torch.cuda.is_available():
         loaded.to("cuda")
     use_threads(loaded)

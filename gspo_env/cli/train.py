@@ -9,6 +9,7 @@ from typing import Any
 
 from gspo_env import __version__
 from gspo_env.cli.options import Run
+from gspo_env.model.weights import find_weights
 from gspo_env.redaction import visible
 from gspo_env.settings import settings
 from gspo_env.trust import check_model, find_saved
@@ -52,6 +53,7 @@ class Train(Run):
                 resolve_env(member.spec)
             if config.model and (file := find_saved(config.model)):
                 print(visible(f"settings of {file} apply, unless a flag says otherwise"))
+                print(visible(f"model {find_weights(config.model)}"))
         check_trackers(config.tracker)  # before demonstrations, which may take long
         print(f"gspo-env {__version__}: loading PyTorch and transformers", flush=True)
         kind = load_agent("gspo")

@@ -30,10 +30,11 @@ from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, GspoEnvError, OutputError
 from gspo_env.files import check_folder, read_file
 from gspo_env.health.evaluation import check_comparison
+from gspo_env.model.weights import MODEL
 from gspo_env.redaction import redact, redact_text, visible, write_text
 from gspo_env.runs.run import FAILURE, Run, read_text
 from gspo_env.runtime.processes import usable_cores
-from gspo_env.tracking.base import MODEL, NoTracker, RunInfo, TrackerChoice
+from gspo_env.tracking.base import NoTracker, RunInfo, TrackerChoice
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.jsonl import METRICS
 from gspo_env.tracking.multi import MultiTracker, check_trackers, parts
@@ -395,7 +396,9 @@ def _train(run: PlannedRun) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
         write_text(run.folder / FAILURE, f"{type(error).__name__}: {error}\n")
         return
+    is_finished = Run.open(run.folder).finished  # else a signal stopped it, and it is no result
     # hundreds of models would fill a disk; the empty folder shows that the run is finished
     shutil.rmtree(run.folder / "adapter", ignore_errors=True)
     shutil.rmtree(run.folder / MODEL)
-    (run.folder / MODEL).mkdir()
+    if is_finished:
+        (run.folder / MODEL).mkdir()

@@ -38,8 +38,8 @@ from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.stats import TokenValues, UpdateStats
 from gspo_env.model.check import RunMode, check_model
 from gspo_env.model.scorer import Scorer
+from gspo_env.model.weights import step_folders
 from gspo_env.runtime.processes import die_with_parent
-from gspo_env.training.checkpoints import step_folders
 
 CHECK_BOUND = 1e-3
 """Largest difference in nats between the whole model and the one in shards, in float32."""

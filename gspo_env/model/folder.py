@@ -12,6 +12,7 @@ from typing import Any
 
 from gspo_env.errors import ModelError
 from gspo_env.model.load import first_line
+from gspo_env.model.weights import find_weights
 from gspo_env.redaction import visible
 
 ADAPTER = "adapter_config.json"
@@ -44,10 +45,9 @@ def _locate(name: str) -> tuple[str, bool, str]:
     Raises:
         ModelError: There is no such folder, or no model in it.
     """
+    name = find_weights(name).folder
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").exists():
-        if (folder / "model" / "config.json").exists():
-            return _locate(str(folder / "model"))
         adapter = ", but it has an adapter" if (folder / ADAPTER).exists() else ""
         file = next((f", or one file: {str(f)!r}" for f in sorted(folder.glob("*.gguf"))), "")
         raise ModelError(

@@ -26,9 +26,10 @@ from gspo_env.episodes.restore import to_episode
 from gspo_env.episodes.schema import PHASES, read_episodes
 from gspo_env.errors import OutputError
 from gspo_env.files import check_folder, parse_toml, read_file
+from gspo_env.model.weights import MODEL, Weights, find_weights, saved_step
 from gspo_env.redaction import redact_text
 from gspo_env.runs.evaluations import EvalSnapshot, return_fall, success_fall, wilson_interval
-from gspo_env.tracking.base import MODEL, flatten
+from gspo_env.tracking.base import flatten
 from gspo_env.tracking.jsonl import METRICS
 from gspo_env.types import Episode, FloatArray, IntArray
 
@@ -105,7 +106,7 @@ class Run:
     environment_error: str = ""
     """The first failure of an environment; empty if none failed."""
     finished: bool = False
-    """Whether the folder has a trained model, as after the last step."""
+    """Whether the run has saved the model of its last step."""
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
@@ -130,7 +131,7 @@ class Run:
             warnings=tuple(line for line in read_text(path / WARNINGS).splitlines() if line),
             failure=read_text(path / FAILURE).strip(),
             environment_error=read_text(path / ENVIRONMENT_ERROR).strip(),
-            finished=(path / MODEL).is_dir(),
+            finished=_is_finished(path, settings),
         )
 
     @classmethod
@@ -170,6 +171,14 @@ class Run:
             OutputError: It has kept none, or one is damaged.
         """
         return [*map(to_episode, read_episodes(self.folder, phases=phases, steps=steps))]
+
+    def weights(self, step: int | None = None, *, best: bool = False) -> Weights:
+        """Returns the newest model of the run, or another; see `gspo_env.model.weights`.
+
+        Raises:
+            ModelError: There is none, or none of this step.
+        """
+        return find_weights(self.folder, step, best=best)
 
     def number(self, name: str) -> float | None:
         """Returns a setting that is a finite number, else None."""
@@ -346,6 +355,13 @@ def _settings(text: str) -> dict[str, Any]:
         return flatten(parse_toml(text))
     except (ValueError, RecursionError):
         return {}
+
+
+def _is_finished(folder: Path, settings: Mapping[str, Any]) -> bool:
+    if not (folder / MODEL).is_dir():
+        return False
+    done, steps = saved_step(folder / MODEL), settings.get("steps")
+    return done is None or not isinstance(steps, int) or done >= steps  # `compare` keeps no model
 
 
 def read_text(path: Path) -> str:

@@ -22,8 +22,6 @@ from gspo_env.tracking.traces import Trace
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-MODEL = "model"
-"""The artifact folder of the trained model."""
 SUMMARY = "summary.md"
 """The text that says what a run is and what it reached, in Markdown."""
 

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Self
 from gspo_env.config import CheckpointConfig
 from gspo_env.errors import OutputError
 from gspo_env.files import read_file, regular_file
+from gspo_env.model.weights import MODEL, step_folders
 from gspo_env.redaction import write_text
 from gspo_env.runs.run import FAILURE
 from gspo_env.training.interrupt import Interrupt
@@ -184,7 +185,7 @@ class Checkpoints:
         self,
         numbers: Mapping[str, Any],
         tensors: Iterable[tuple[str, Tensor]],
-        write_model: Callable[[Path], None] | None = None,
+        write_model: Callable[[Path, int], None] | None = None,
     ) -> bool:
         """Writes the checkpoint of a step and deletes those that are no longer kept.
 
@@ -209,7 +210,7 @@ class Checkpoints:
                 save_file(shard, part / f"state-{number:05d}.safetensors")
             (part / "state.json").write_text(json.dumps(numbers))
             if write_model is not None:
-                write_model(part / "model")
+                write_model(part / MODEL, step)
 
         name = f"step-{step:06d}"
         saved = self.attempt(f"the checkpoint {name}", lambda: self._write(name, fill))
@@ -306,8 +307,8 @@ class CheckpointWriter:
     """See `gspo_env.training.resume.run_facts`."""
     recorded: Callable[[], Mapping[str, int]]
     """Returns the bytes of what the run has recorded; see `RunInfo.resume`."""
-    write_model: Callable[[Path], None]
-    """Writes the trained model into a folder."""
+    write_model: Callable[[Path, int], None]
+    """Writes the trained model into a folder, as that of a step."""
 
     def save(self, numbers: Mapping[str, Any], learner: LearnerState, best: bool) -> bool:
         """Writes a checkpoint, from any thread; returns whether it could.
@@ -352,12 +353,6 @@ def damage(folder: Path) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         return "manifest.json is not a manifest"
     return "" if "state.json" in files or folder.name == START else "manifest.json lacks files"
-
-
-def step_folders(folder: Path) -> list[Path]:
-    """Lists the folders of the steps in their order, damaged ones as well."""
-    folders = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _checksum(path: Path) -> list[Any]:

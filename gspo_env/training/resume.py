@@ -19,7 +19,8 @@ from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.env.registration import moved_only
 from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.files import check_folder, parse_toml
-from gspo_env.tracking.base import MODEL, flatten
+from gspo_env.model.weights import MODEL, saved_step
+from gspo_env.tracking.base import flatten
 from gspo_env.training.checkpoints import START, Checkpoint, Checkpoints, damage
 from gspo_env.trust import SavedSettings, check_model, parse, read_settings
 
@@ -56,8 +57,8 @@ class Resumed:
     @property
     def finished(self) -> bool:
         """Whether all steps are done and the model is written."""
-        done = self.checkpoint.step >= self.config.steps
-        return done and (self.checkpoints.run / MODEL).is_dir()
+        step = self.checkpoint.step
+        return step >= self.config.steps and saved_step(self.checkpoints.run / MODEL) == step
 
     @property
     def recorded(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ from support.cli_errors import refused
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
 from gspo_env.config import load_toml, override
+from gspo_env.runs import Run
 
 RUN = """
 env = "talk.py:Talk"
@@ -129,13 +130,55 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_and_exit_code_0(nu
     assert f"Stopped after step {done} of 500. Resume with: gspo-env train --resume run" in output
     assert "stops after this step" in errors
     assert Path("status").read_text() == "KILLED"
-    assert not Path("run/model").exists()
+    assert Run.open("run").weights().step == done
+    for name in ("model/config.json", "learning_curve.png", "view.html", "summary.md"):
+        assert Path("run", name).stat().st_size
+    assert not Run.open("run").finished
     history = resume_run(2)
+    assert Run.open("run").weights().step == done + 2
+    assert Run.open("run").finished
     assert [s for s, m in history if "rollout/return" in m] == list(range(1, done + 3))
     assert Path("status").read_text() == "FINISHED"
     assert Path("begun").read_text() == "the first"
     assert len(points()) == len(set(points()))
     assert {s for s, name in points() if name == "rollout/return"} == set(range(1, done + 3))
+
+
+@pytest.mark.slow
+def test_each_command_uses_the_weights_of_the_stop_and_none_uses_older_ones_silently(capsys):
+    assert start("--config", "run.toml", "--steps", "4").wait() == 0
+    process = start("--resume", "run", "--steps", "400")
+    until("run/checkpoints/step-*[6-9]", process)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    first = steps()[-1]
+    assert f"Model of step {first}, config and learning curve: run" in output
+    assert Run.open("run").weights().step == first
+    main(["evaluate", "run", "--tasks", "2"])
+    assert f"loading run, weights of step {first}, the newest" in capsys.readouterr().out
+    process = start("--resume", "run")
+    until(f"run/checkpoints/step-{first + 3:06d}", process)
+    process.kill()
+    process.communicate()
+    shutil.move("run", "moved")
+    last = max(int(path.name[-6:]) for path in Path("moved/checkpoints").glob("step-*"))
+    env = ("--env", "talk.py:Talk")
+    for arguments in (
+        ("evaluate", "moved", *env),
+        ("serve", "moved"),
+        ("play", "talk.py:Talk", "--model", "moved"),
+        ("train", "--model", "moved", *env),
+    ):
+        error = refused(capsys, *arguments)
+        assert f"the run 'moved' is at step {last} of 400, of which it has no model" in error
+        assert f"gspo-env train --resume moved --steps {last}" in error
+    main(["evaluate", "moved", "--tasks", "2", "--step", str(first), *env])
+    assert f"loading moved, weights of step {first}\n" in capsys.readouterr().out
+    main(["train", "--resume", "moved", "--steps", str(last), *env])
+    main(["evaluate", "moved", "--tasks", "2", *env])
+    assert f"loading moved, weights of step {last}, the newest" in capsys.readouterr().out
+    assert Run.open("moved").finished
 
 
 def test_a_killed_run_resumes_without_gaps_or_doubled_points():
