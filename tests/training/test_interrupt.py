@@ -175,7 +175,7 @@ def test_each_command_uses_the_weights_of_the_stop_and_none_uses_older_ones_sile
         assert f"gspo-env train --resume moved --steps {last}" in error
     main(["evaluate", "moved", "--tasks", "2", "--step", str(first), *env])
     assert f"loading moved, weights of step {first}\n" in capsys.readouterr().out
-    main(["train", "--resume", "moved", "--steps", str(last), *env])
+    main(["train", "--resume", "moved", "--steps", str(last), *env, "--tracker", "notes.py:Notes"])
     main(["evaluate", "moved", "--tasks", "2", *env])
     assert f"loading moved, weights of step {last}, the newest" in capsys.readouterr().out
     assert Run.open("moved").finished
