@@ -36,6 +36,9 @@ _ENVIRONMENTS = "environments"
 _MARK = "__gspo_async__"
 _CANCEL_SECONDS = 10.0
 """Seconds that an interrupted coroutine has to finish."""
+_WAKE_SECONDS = 0.5
+"""Seconds after which the main thread looks for signals: the system may give one to another thread,
+which does not wake it."""
 _LOOKS = 8
 """Most looks at the calls that run after a limit is over."""
 _NEW_OBJECTS = 50_000
@@ -166,6 +169,8 @@ def run_alone(coroutine: Coroutine[Any, Any, T]) -> T:
 
     future = run_in_daemon(work, "loop")
     try:
+        while not wait([future], _WAKE_SECONDS).done:
+            pass
         future.result()
     except BaseException:  # also Ctrl-C, which does not reach the thread
         with suppress(RuntimeError):  # the coroutine is over and its loop closed

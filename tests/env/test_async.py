@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import signal
 import sqlite3
 import sys
 import textwrap
@@ -278,3 +279,26 @@ def test_a_coroutine_runs_alone_also_where_an_event_loop_runs():
 
     assert run_alone(work([])) == "none"
     assert asyncio.run(notebook()) == "cell"
+
+
+def test_a_signal_that_another_thread_got_reaches_the_main_thread_of_a_notebook():
+    ends = []
+
+    async def work():
+        await asyncio.sleep(0.3)  # the main thread waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # this loop's thread
+        await asyncio.sleep(30)
+        ends.append("by itself")
+
+    async def notebook():
+        run_alone(work())
+
+    loop = asyncio.new_event_loop()  # `asyncio.run` has a handler of its own
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(notebook())
+    finally:
+        signal.signal(signal.SIGINT, before)
+        loop.close()
+    assert ends == []
