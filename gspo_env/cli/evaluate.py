@@ -74,7 +74,8 @@ class Evaluate:
                 raise ConfigError(f"env is {' '.join(self.env)}; expected one for 'scripted'")
             unused = ("seed", "temperature", "max_turn_tokens", "model_dtype", "engine")
             for name in (*unused, "step", "best"):
-                if (value := getattr(self, name)) not in (None, "", False):
+                value = getattr(self, name)
+                if value not in (None, "") and value is not False:  # 0 is a value
                     raise ConfigError(
                         f"{name} is {value}, and a scripted agent samples nothing; expected none"
                     )

@@ -65,7 +65,8 @@ class Play:
         from gspo_env.types import Task
 
         for name in ("temperature", "max_turn_tokens", "step", "best"):
-            if not self.model and (value := getattr(self, name)) not in (None, "", False):
+            value = getattr(self, name)
+            if not self.model and value is not None and value is not False:  # 0 is a value
                 raise ConfigError(f"{name} is {value}, and no model plays; expected --model")
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="backslashreplace")

@@ -316,7 +316,7 @@ def test_without_a_number_of_steps_saving_takes_a_fiftieth_of_the_time(monkeypat
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     store = Checkpoints(Path(), CheckpointConfig())
 
-    def slow(path):
+    def slow(path, step):
         now[0] += 3
 
     store.save({"step": 0, "best": {}}, [("a", torch.ones(2))], slow)
