@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,7 +88,9 @@ class Serve:
         open_server = partial(PolicyServer, self.host, self.port, log=True)
         open_server().close()  # a port in use is refused before the model loads
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-        print(f"loading {visible(str(weights))}", flush=True)
+        print(
+            f"loading {visible(str(weights))}", file=sys.stderr, flush=True
+        )  # stdout is for a shell
         with policy_of(weights.folder, config, self.seed) as policy:
             address = open_server()
             try:

@@ -75,7 +75,7 @@ def test_the_model_that_imitated_a_program_answers_it_behind_the_port(folder):
         ask["messages"] = [*TALK[:2], got["choices"][0]["message"], result]
         assert post(ask).json()["choices"][0]["message"]["content"] == "It is river."
         errors = (folder.parent / "serve.err").read_text()
-        assert "Loading weights" not in errors
+        assert "Loading weights" not in errors  # the progress bar
         assert '"POST /v1/chat/completions HTTP/1.1" 401' in errors
         assert child.stdout.readline().startswith('curl "$OPENAI_BASE_URL/chat/completions"')
         assert re.fullmatch(r"Ready on http://\S+, Ctrl-C stops\n", child.stdout.readline())
