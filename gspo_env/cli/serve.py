@@ -88,9 +88,8 @@ class Serve:
         open_server = partial(PolicyServer, self.host, self.port, log=True)
         open_server().close()  # a port in use is refused before the model loads
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-        print(
-            f"loading {visible(str(weights))}", file=sys.stderr, flush=True
-        )  # stdout is for a shell
+        # stdout is for a shell
+        print(f"loading {visible(str(weights))}", file=sys.stderr, flush=True)
         with policy_of(weights.folder, config, self.seed) as policy:
             address = open_server()
             try:
