@@ -87,7 +87,13 @@ def restore(
         for g in saved["optimizer"]["groups"]
     ]
     learner.optimizer.load_state_dict({"state": state, "param_groups": groups})
-    learner.scheduler.load_state_dict(saved["scheduler"])
+    scheduler = learner.scheduler
+    scheduler.load_state_dict(saved["scheduler"])
+    # those of the checkpoint are of another schedule if the run has more steps now
+    factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
+    scheduler._last_lr = [base * factor for base in scheduler.base_lrs]
+    for group, rate in zip(learner.optimizer.param_groups, scheduler._last_lr, strict=True):
+        group["lr"] = rate
     learner.masters.round_weights()
     learner.masters.loss_scale = saved["loss_scale"]
     learner.masters.steps = saved["steps_since_overflow"]

@@ -15,6 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from gspo_env.batch.packing import pack
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.learner import GSPO, LearnerConfig
+from gspo_env.learner.settings import rate_factor
 from gspo_env.model.head import body_of
 from gspo_env.model.router import balance_router
 
@@ -166,6 +167,20 @@ def test_every_optimiser_step_has_a_rate_and_the_metric_is_that_of_the_step(
     assert min(rates) > 0
     np.testing.assert_allclose(rates[:warmup], [0.1 * (n + 1) / warmup for n in range(warmup)])
     assert rates[warmup] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_resume_with_more_steps_has_their_schedule_from_its_first_step(model, samples, schedule):
+    settings = {"schedule": schedule, "warmup_steps": 1, "learning_rate": 0.1, "minibatches": 1}
+    done = learner_of(copy.deepcopy(model), total_steps=3, **settings)
+    for _ in range(3):
+        done.update(samples)
+    numbers, tensors = done.state()
+    more = learner_of(model, total_steps=7, **settings)
+    more.restore(list(tensors), numbers)
+    rates = [more.update(samples)["train/learning_rate"] for _ in range(4)]
+    config = LearnerConfig(**settings)
+    assert rates == [0.1 * rate_factor(step, config, 7) for step in range(3, 7)]
 
 
 @pytest.mark.parametrize("tied", [False, True])

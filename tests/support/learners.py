@@ -17,12 +17,15 @@ def learner_of(
     loss: Loss | None = None,
     dtype: torch.dtype | None = None,
     temperature: float = 1.0,
+    total_steps: int = 8,
     **config: Any,
 ) -> Learner:
     """A learner of a copy of the model: one minibatch and no clip of gradients by default."""
     settings = LearnerConfig(**{"minibatches": 1, "warmup_steps": 0, "max_grad_norm": 0, **config})
     model = copy.deepcopy(model).to(dtype)
-    return Learner(model, loss or GSPO(), settings, total_steps=8, temperature=temperature)
+    return Learner(
+        model, loss or GSPO(), settings, total_steps=total_steps, temperature=temperature
+    )
 
 
 def adapted(model: Any, **settings: Any) -> Any:
