@@ -71,7 +71,7 @@ def find_weights(name: str | Path, step: int | None = None, *, best: bool = Fals
         if step is None:
             raise ModelError(f"the run {name!r} has no best checkpoint{_saved(saved)}")
         return Weights(name=name, folder=str(folder), step=step, newest=step == newest)
-    if not newest:
+    if not newest and not saved:
         why = ", as each run of a comparison" if (path / MODEL).is_dir() else " yet"
         raise ModelError(f"the run {name!r} has no model{why}")
     step = newest if step is None else step

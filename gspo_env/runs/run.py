@@ -26,7 +26,7 @@ from gspo_env.episodes.restore import to_episode
 from gspo_env.episodes.schema import PHASES, read_episodes
 from gspo_env.errors import OutputError
 from gspo_env.files import check_folder, parse_toml, read_file
-from gspo_env.model.weights import MODEL, Weights, find_weights, saved_step
+from gspo_env.model.weights import MODEL, saved_step
 from gspo_env.redaction import redact_text
 from gspo_env.runs.evaluations import EvalSnapshot, return_fall, success_fall, wilson_interval
 from gspo_env.tracking.base import flatten
@@ -171,14 +171,6 @@ class Run:
             OutputError: It has kept none, or one is damaged.
         """
         return [*map(to_episode, read_episodes(self.folder, phases=phases, steps=steps))]
-
-    def weights(self, step: int | None = None, *, best: bool = False) -> Weights:
-        """Returns the newest model of the run, or another; see `gspo_env.model.weights`.
-
-        Raises:
-            ModelError: There is none, or none of this step.
-        """
-        return find_weights(self.folder, step, best=best)
 
     def number(self, name: str) -> float | None:
         """Returns a setting that is a finite number, else None."""

@@ -12,7 +12,6 @@ from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import override
 from gspo_env.errors import ModelError
 from gspo_env.model.weights import find_weights
-from gspo_env.runs import Run
 
 
 @pytest.fixture(autouse=True)
@@ -93,8 +92,15 @@ def test_only_a_run_has_several_weights(tmp_path):
     assert str(find_weights("some/hub-id")) == "some/hub-id"
     with pytest.raises(ModelError, match="'some/hub-id' is not the folder of a run, whose"):
         find_weights("some/hub-id", best=True)
-    with pytest.raises(ModelError, match="has no model yet"):
-        find_weights(write(tmp_path / "run"))
+    for steps in ((), (0,)):
+        with pytest.raises(ModelError, match="has no model yet"):
+            find_weights(write(tmp_path / f"run{len(steps)}", *steps))
+
+
+def test_a_run_that_was_stopped_before_its_first_step_has_the_weights_of_step_0(tmp_path):
+    run = write(tmp_path / "run", 0, last=0)
+    assert str(find_weights(run)) == f"{run}, weights of step 0, the newest"
+    assert find_weights(run, 0).folder == str(run / "model")
 
 
 def parameters(agent):
@@ -108,12 +114,11 @@ def test_a_loaded_step_has_the_weights_of_that_step(rank):
     shutil.copytree("run/model", "two")
     agent = GSPOAgent.resume("run", override(config, {"steps": 4}))
     agent.train()
-    run = Run.open("run")
-    assert run.weights().step == 4
+    assert find_weights("run").step == 4
     best = GSPOAgent.load("run", best=True)
-    at = run.weights(best=True).step
+    at = find_weights("run", best=True).step
     assert best.env_id == agent.env_id
-    saved = parameters(GSPOAgent.load(run.folder / f"checkpoints/step-{at:06d}"))
+    saved = parameters(GSPOAgent.load(f"run/checkpoints/step-{at:06d}"))
     assert all(equal(saved[name], weight) for name, weight in parameters(best).items())
     newest, two = (
         parameters(GSPOAgent.load("run")),

@@ -17,6 +17,7 @@ from support.cli_errors import refused
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
 from gspo_env.config import load_toml, override
+from gspo_env.model.weights import find_weights
 from gspo_env.runs import Run
 
 RUN = """
@@ -130,12 +131,12 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_and_exit_code_0(nu
     assert f"Stopped after step {done} of 500. Resume with: gspo-env train --resume run" in output
     assert "stops after this step" in errors
     assert Path("status").read_text() == "KILLED"
-    assert Run.open("run").weights().step == done
+    assert find_weights("run").step == done
     for name in ("model/config.json", "learning_curve.png", "view.html", "summary.md"):
         assert Path("run", name).stat().st_size
     assert not Run.open("run").finished
     history = resume_run(2)
-    assert Run.open("run").weights().step == done + 2
+    assert find_weights("run").step == done + 2
     assert Run.open("run").finished
     assert [s for s, m in history if "rollout/return" in m] == list(range(1, done + 3))
     assert Path("status").read_text() == "FINISHED"
@@ -154,7 +155,7 @@ def test_each_command_uses_the_weights_of_the_stop_and_none_uses_older_ones_sile
     assert process.returncode == 0, errors
     first = steps()[-1]
     assert f"Model of step {first}, config and learning curve: run" in output
-    assert Run.open("run").weights().step == first
+    assert find_weights("run").step == first
     main(["evaluate", "run", "--tasks", "2"])
     assert f"loading run, weights of step {first}, the newest" in capsys.readouterr().out
     process = start("--resume", "run")
