@@ -63,8 +63,8 @@ def settings(cls: type[T] | None = None, /, *, frozen: bool = True) -> Any:
 
 
 def _make(cls: type[Any], *, frozen: bool) -> type[Any]:
-    made: Any = dataclass(cls, frozen=frozen, kw_only=True, config=STRICT)
-    check = made.__init__
+    choice: Any = dataclass(cls, frozen=frozen, kw_only=True, config=STRICT)
+    check = choice.__init__
 
     @functools.wraps(check)
     def __init__(self: Any, *args: Any, **values: Any) -> None:
@@ -77,16 +77,16 @@ def _make(cls: type[Any], *, frozen: bool) -> type[Any]:
         except ValidationError as error:
             raise describe(error) from None
 
-    made.__init__ = __init__
-    return made  # type: ignore[no-any-return]
+    choice.__init__ = __init__
+    return choice  # type: ignore[no-any-return]
 
 
 def describe(error: ValidationError, name: str = "") -> ConfigError:
     """Returns what pydantic refuses as one sentence; without a name, it is that of the field."""
     fault = error.errors(include_url=False)[0]
-    if isinstance(own := fault.get("ctx", {}).get("error"), ConfigError):  # of `__post_init__`
-        return own
+    if isinstance(cause := fault.get("ctx", {}).get("error"), ConfigError):  # of `__post_init__`
+        return cause
     name = name or str(fault["loc"][0])
     number = "a number " if fault["type"].startswith(("greater", "less")) else ""
-    wanted = re.sub("^Input should be ", f"expected {number}", fault["msg"])
-    return ConfigError(f"{name} is {fault['input']!r:.100}; {wanted[0].lower()}{wanted[1:]}")
+    rule = re.sub("^Input should be ", f"expected {number}", fault["msg"])
+    return ConfigError(f"{name} is {fault['input']!r:.100}; {rule[0].lower()}{rule[1:]}")

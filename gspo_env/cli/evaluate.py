@@ -88,12 +88,13 @@ class Evaluate:
         else:
             weights = find_weights(model, self.step, best=self.best)
             print(f"gspo-env {__version__}: loading {visible(str(weights))}", flush=True)
-            chosen = {"step": self.step, "best": self.best}
             names = ("model_dtype", "env_kwargs", "engine")
             changes = {name: value for name in names if (value := getattr(self, name))}
             if self.max_turn_tokens:
                 changes["rollout"] = {"max_turn_tokens": self.max_turn_tokens}
-            agent = load_agent("gspo").load(model, one_or_several(self.env), **chosen, **changes)
+            agent = load_agent("gspo").load(
+                model, one_or_several(self.env), step=self.step, best=self.best, **changes
+            )
             split = agent.split(self.tasks)
             print(f"playing {split}, {self.samples} of each, in {agent.env_id}", flush=True)
             with Progress() as progress:

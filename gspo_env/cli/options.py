@@ -294,20 +294,20 @@ def read_options(name: str, command: T, arguments: Sequence[str]) -> T:
             off = ["false"] * (option not in defaults)
             texts[option.removeprefix("no_")] = [value] if equals else off
         elif option in defaults and option != place and tyro.conf.Suppress not in marks[option]:
-            taken = [value] if equals else _take(words, several=option in several)
-            texts[option] = (texts[option] if option in several else []) + taken
+            values = [value] if equals else _take(words, several=option in several)
+            texts[option] = (texts[option] if option in several else []) + values
         else:
             raise ConfigError(_unknown(name, word, place, defaults))
-    values = {option: _value(command, option, found) for option, found in texts.items()}
-    return dataclasses.replace(command, **values)  # type: ignore[type-var]
+    changes = {option: _value(command, option, words) for option, words in texts.items()}
+    return dataclasses.replace(command, **changes)  # type: ignore[type-var]
 
 
 def _take(words: deque[str], *, several: bool) -> list[str]:
     """Removes the values of a flag from the words behind it."""
-    taken: list[str] = []
-    while words and not words[0].startswith("--") and (several or not taken):
-        taken.append(words.popleft())
-    return taken
+    values: list[str] = []
+    while words and not words[0].startswith("--") and (several or not values):
+        values.append(words.popleft())
+    return values
 
 
 def _unknown(name: str, word: str, place: str, options: Iterable[str]) -> str:

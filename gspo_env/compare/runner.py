@@ -151,8 +151,8 @@ class Recorder(MultiTracker):
             self._failed |= waiting.keys()
             return
         child.finish("FAILED" if error else "FINISHED", error)
-        for said in child.problems:
-            self._say(f"{run.name}: {said}")
+        for problem in child.problems:
+            self._say(f"{run.name}: {problem}")
         self._failed |= child.failed
         write_text(run.folder / _TRACKED, json.dumps(sorted(recorded | (names - child.failed))))
 

@@ -283,9 +283,9 @@ class Checkpoints:
     def _tidy(self, best: int | None) -> None:
         """Deletes what is neither among the newest good ones nor the best, and links the best."""
         name = f"step-{best:06d}" if best is not None else ""
-        kept = self._good[-self.settings.keep :]
-        for folder in step_folders(self.folder) if len(kept) == self.settings.keep else ():
-            if folder.name not in (*kept, name):
+        newest = self._good[-self.settings.keep :]
+        for folder in step_folders(self.folder) if len(newest) == self.settings.keep else ():
+            if folder.name not in (*newest, name):
                 shutil.rmtree(folder)
         if name:
             link, new = self.folder / "best", self.folder / ".part-best"

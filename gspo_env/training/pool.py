@@ -57,17 +57,17 @@ class Pool(Curriculum):
 
     def draw(self, tasks: Sequence[Task], state: Mapping[str, Any]) -> list[Task]:
         """Replaces some tasks of a step by tasks of the pool; see `Curriculum.draw`."""
-        known = dict(state.get("tasks", {}))
+        counts_by_key = dict(state.get("tasks", {}))
         drawn = []
         for task in tasks:
             rng = np.random.default_rng(derive_seed("pool", task.seed))
-            if known and rng.random() < self.share:
-                counts_K2 = np.array([counts for _, *counts in known.values()])
+            if counts_by_key and rng.random() < self.share:
+                counts_K2 = np.array([counts for _, *counts in counts_by_key.values()])
                 rates = rng.beta(*(1 + counts_K2).T)
                 size = state["group_size"]
                 differs = 1 - rates**size - (1 - rates) ** size
-                key = list(known)[int(differs.argmax())]
-                task = replace(task, seed=known.pop(key)[0])
+                key = list(counts_by_key)[int(differs.argmax())]
+                task = replace(task, seed=counts_by_key.pop(key)[0])
             drawn.append(task)
         return drawn
 
