@@ -61,6 +61,23 @@ class TemplateBoundsError(ChatTemplateError):
     """A chat template takes too much time or memory."""
 
 
+class RefusedError(GspoEnvError, ValueError):
+    """A request or a conversation that is refused.
+
+    Attributes:
+        status: The HTTP status of a request.
+        code: A short name of the reason, such as `context_length_exceeded`.
+        param: The field of the request that is at fault.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None
+    ) -> None:
+        """Stores the parts."""
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
 class PromptLengthError(ChatTemplateError):
     """A prompt and its answer are longer than the context.
 

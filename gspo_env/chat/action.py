@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gspo_env.chat.encode import BoundedCache, TextEncoder, map_texts
+from gspo_env.chat.fields import clean
 from gspo_env.chat.response import (
     REASONING_KEYS,
     calls_for_template,
     name_and_arguments,
     parse_response,
 )
-from gspo_env.env.base import clean
 from gspo_env.tools.calls import MOST_THOUGHTS, REASONING
 from gspo_env.types import Message
 

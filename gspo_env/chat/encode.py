@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from tokenizers import AddedToken, Tokenizer
 
-from gspo_env.env.base import clean
+from gspo_env.chat.fields import clean
 from gspo_env.errors import ChatTemplateError
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_env.chat.encode import TextEncoder, drop_marks, map_texts
-from gspo_env.env.base import clean
+from gspo_env.chat.fields import clean
 from gspo_env.tools.calls import parse_message, read_calls
 from gspo_env.types import Message, ToolCall
 

@@ -18,6 +18,7 @@ from jinja2 import nodes
 from gspo_env.chat.action import ActionParser, message_for_template
 from gspo_env.chat.bounds import parser
 from gspo_env.chat.encode import BoundedCache
+from gspo_env.chat.messages import first_messages
 from gspo_env.chat.template import Chat, ChatTemplate
 from gspo_env.errors import ChatTemplateError
 from gspo_env.types import Message, Prompt
@@ -280,18 +281,6 @@ class ChatTokenizer:
                 "The chat template marks who speaks by plain text, not by control tokens: a text "
                 "that contains the same words can pretend to be another turn."
             )
-
-
-def is_whole(prompt: Prompt) -> bool:
-    """Returns whether the messages of a prompt are the whole first conversation."""
-    return bool(prompt.messages) and prompt.messages[-1].role != "assistant"
-
-
-def first_messages(prompt: Prompt, observation: str) -> tuple[Message, ...]:
-    """Returns the first conversation: a prompt and, unless it is whole, the observation."""
-    system = () if prompt.system is None else (Message(role="system", content=prompt.system),)
-    last = () if is_whole(prompt) else (Message(role="user", content=observation),)
-    return (*system, *prompt.messages, *last)
 
 
 def constants(template: Any) -> set[str]:

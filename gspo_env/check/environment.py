@@ -23,9 +23,10 @@ from gymnasium.utils.env_checker import check_env as check_by_gymnasium
 from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.wrappers import OrderEnforcing
 
+from gspo_env.chat.fields import clean
 from gspo_env.check.actions import HOSTILE, bug_in, random_policy, valid_call
 from gspo_env.credit.scores import ScoreChoice
-from gspo_env.env.base import Action, TextEnv, attribute, clean
+from gspo_env.env.base import Action, TextEnv, attribute
 from gspo_env.env.info import declared_score, parse_step
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError

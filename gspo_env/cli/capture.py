@@ -203,7 +203,7 @@ def to_lines(episode: Episode) -> list[str]:
     conversation at each turn, as a program does, there is one for each turn that no other turn
     continues; it ends with the answer of that turn as the program received it.
     """
-    from gspo_env.env.base import clean
+    from gspo_env.chat.fields import clean
 
     first = episode.reset.messages
     is_whole = bool(first) and first[-1].role != "assistant"
@@ -227,24 +227,25 @@ def to_lines(episode: Episode) -> list[str]:
 
 def _messages(episode: Episode) -> list[Message]:
     """Returns the conversation of an episode of a text environment."""
-    from gspo_env.chat.transcript import first_messages
-    from gspo_env.types import Message
+    from gspo_env.chat.messages import first_messages, played_messages
 
     messages = [*first_messages(episode.prompt, episode.turns[0].observation)]
-    for k, turn in enumerate(episode.turns):
-        if k:
-            role = episode.roles[k]
-            call = f"call_{k - 1}_0" if role == "tool" else None
-            messages.append(Message(role=role, content=turn.observation, tool_call_id=call))
-        answer = _answer(turn, episode.prompt.tools)
-        calls = [replace(call, id=f"call_{k}_{n}") for n, call in enumerate(answer.tool_calls)]
-        messages.append(replace(answer, tool_calls=tuple(calls)))
+    turns = iter(enumerate(episode.turns))
+    for message in played_messages(episode):
+        if message.role == "assistant":
+            k, turn = next(turns)
+            message = _answer(turn, episode.prompt.tools)
+            calls = [replace(c, id=f"call_{k}_{n}") for n, c in enumerate(message.tool_calls)]
+            message = replace(message, tool_calls=tuple(calls))
+        elif message.role == "tool":
+            message = replace(message, tool_call_id=f"call_{k}_0")
+        messages.append(message)
     return messages
 
 
 def _answer(turn: Turn, tools: Sequence[Tool]) -> Message:
     """Returns the action of a turn as a message."""
-    from gspo_env.env.base import clean
+    from gspo_env.chat.fields import clean
     from gspo_env.tools.calls import read_action
 
     text = clean(turn.text)

@@ -11,6 +11,7 @@ import numpy as np
 from gymnasium.spaces import Text
 from numpy.typing import NDArray
 
+from gspo_env.chat.fields import clean as clean
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.runtime.loops import make_synchronous
 from gspo_env.types import Message
@@ -247,12 +248,6 @@ def overrides(env: TextEnvironment, name: str) -> bool:
     value = attribute(env, name, None)
     default = getattr(TextEnv, name, None)
     return value is not None and getattr(value, "__func__", value) is not default
-
-
-def clean(text: str, limit: int | None = None) -> str:
-    """Replaces lone surrogates, which no tokenizer can encode, and cuts the text at a limit."""
-    text = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-    return text[:limit]
 
 
 def extract_tag(text: str, tag: str) -> str | None:

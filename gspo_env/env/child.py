@@ -11,6 +11,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from gspo_env.chat.messages import read_message
 from gspo_env.env.base import (
     MAX_TEXT_LENGTH,
     Action,
@@ -19,7 +20,7 @@ from gspo_env.env.base import (
     attribute,
     overrides,
 )
-from gspo_env.env.info import parse_reset, parse_step, read_message, read_prompt
+from gspo_env.env.info import parse_reset, parse_step, read_prompt
 from gspo_env.env.isolated import DECLARED, FORWARDED, describe_tool, read_group, send
 from gspo_env.env.registration import make_env
 from gspo_env.runtime import loops

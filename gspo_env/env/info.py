@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
 from functools import partial
 from typing import Any, get_args
 
 import numpy as np
 
+from gspo_env.chat.messages import read_messages
 from gspo_env.env.base import MAX_OBSERVATION, TextEnvironment, attribute
-from gspo_env.errors import EnvironmentContractError
+from gspo_env.errors import EnvironmentContractError, RefusedError
 from gspo_env.tools.tool import Tool
-from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo, ToolCall
+from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo
 
 ParsedStep = tuple[str, float, bool, bool, StepInfo]
 Reader = tuple[Callable[[Any], Any], str]
@@ -113,6 +113,8 @@ def _value(env_id: str, what: str, value: object, reader: Reader) -> Any:
     read, expected = reader
     try:
         return read(value)
+    except RefusedError as error:
+        raise _fault(env_id, what, value, f"{expected}; {error}") from None
     except _REFUSED:
         raise _fault(env_id, what, value, expected) from None
 
@@ -185,27 +187,10 @@ def _conversation(value: Any) -> tuple[Message, ...]:
 
 
 def _read_messages(value: Any) -> tuple[Message, ...]:
-    messages = tuple(m if isinstance(m, Message) else read_message(m) for m in value)
+    messages = tuple(read_messages(value))
     for message in messages:
         _text(message.content)
     return messages
-
-
-def read_message(value: Any) -> Message:
-    """Returns the message with the fields of a mapping.
-
-    Raises:
-        TypeError: It is not a mapping, or a field is missing.
-        ValueError: Its role is unknown.
-    """
-    if not isinstance(value, Mapping):
-        raise TypeError
-    names = {field.name for field in fields(Message)}
-    message = Message(**{name: value[name] for name in value if name in names})
-    if message.role not in ("system", "user", "assistant", "tool"):
-        raise ValueError
-    calls = (c if isinstance(c, ToolCall) else ToolCall(**c) for c in message.tool_calls)
-    return replace(message, tool_calls=tuple(calls))
 
 
 def _messages(value: Any) -> tuple[Message, ...]:

@@ -17,14 +17,12 @@ from typing import Any
 
 from gspo_env.chat import ChatTokenizer
 from gspo_env.chat.action import message_for_template
-from gspo_env.env.base import clean
-from gspo_env.errors import ConfigError
+from gspo_env.chat.fields import clean, parse_json
+from gspo_env.chat.messages import read_messages, read_tools, write_message
+from gspo_env.errors import ConfigError, RefusedError
 from gspo_env.given_file import read_given
 from gspo_env.recipes.build import LITERAL, build_tokenizer
 from gspo_env.recipes.tiny import Tiny
-from gspo_env.serving import RefusedError
-from gspo_env.serving.dialects.chat import read_messages, read_tools, write_message
-from gspo_env.serving.fields import parse_json
 from gspo_env.tools.tool import Tool, format_tool_call, tool_call_frames
 from gspo_env.types import (
     Ending,
@@ -110,7 +108,7 @@ def _read(row: dict[str, Any]) -> Conversation:
     if not all(isinstance(value, list) for value in values):
         raise RefusedError("messages or tools is not a list; expected lists of objects")
     unweighted = frozenset(n for n, value in enumerate(values[0]) if _weight(value, n) == 0)
-    messages = tuple(read_messages(values[0], needs_ids=False))
+    messages = tuple(read_messages(values[0]))
     for number, message in enumerate(messages):
         says = message.content or message.tool_calls or message.reasoning
         if message.role == "assistant" and number not in unweighted and not says:

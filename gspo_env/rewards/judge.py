@@ -18,16 +18,14 @@ from typing import Annotated, Literal
 import numpy as np
 from annotated_types import Ge, Interval
 
-from gspo_env.chat.transcript import first_messages
+from gspo_env.chat.messages import first_messages, played_messages
 from gspo_env.errors import ConfigError
 from gspo_env.rewards.base import GroupReward, Rating
 from gspo_env.rewards.client import ChatClient, NoAnswerError, Usage
 from gspo_env.seeding import derive_seed
 from gspo_env.settings import settings
-from gspo_env.types import Episode, Fault, Group, StopReason
+from gspo_env.types import Fault, Group, Message, StopReason
 
-Messages = list[tuple[str, str]]
-"""Roles and texts."""
 Place = tuple[int, int]
 """Index of an episode in its group and of the last turn that is judged."""
 
@@ -174,10 +172,12 @@ class Judge(ChatClient, GroupReward):
         self, group: Group, places: list[Place], criterion: str, repeat: int, tally: _Tally
     ) -> dict[Place, float]:
         """Asks until an answer can be read; returns the scores in the order that was shown."""
-        first = opening(group.episodes[places[0][0]])
-        texts = {place: conversation(group.episodes[place[0]], place[1]) for place in places}
+        episode = group.episodes[places[0][0]]
+        first = first_messages(episode.prompt, episode.turns[0].observation)
+        texts = {place: played_messages(group.episodes[place[0]], place[1]) for place in places}
         about = criterion + " (Judge the last message only.)" * (self.per == "turn")
-        content = repr((first, *texts.values()))
+        conversations = (first, *texts.values())
+        content = repr(tuple([(m.role, m.content) for m in one] for one in conversations))
         for attempt in range(self.retries + 1):
             salt = derive_seed(self.seed, repeat, attempt, criterion, content)
             order = random.Random(salt).sample(places, len(places))
@@ -266,7 +266,7 @@ def read_scores(answer: str, count: int) -> list[float] | None:
     return [1 - wins / (count - 1) for wins in better]
 
 
-def ask_about(shown: Sequence[Messages], criterion: str, salt: int, max_chars: int) -> str:
+def ask_about(shown: Sequence[Sequence[Message]], criterion: str, salt: int, max_chars: int) -> str:
     """Returns a question about one or several conversations that have the same opening.
 
     Every line that the policy or the environment wrote begins with `| `; no other line does.
@@ -282,7 +282,7 @@ def ask_about(shown: Sequence[Messages], criterion: str, salt: int, max_chars: i
     lines = []
     for number, messages in enumerate(shown):
         name = f"Answer {number}" if number and several else "The answer" if number else "The task"
-        quoted = [line for role, text in messages for line in _quote(role, text, limit)]
+        quoted = [line for m in messages for line in _quote(m.role, m.content, limit)]
         lines += [f"({name} begins {mark}.)", *quoted, f"({name} ends {mark}.)", ""]
     form = _SCORE
     if several:
@@ -304,20 +304,3 @@ def _quote(role: str, text: str, limit: int) -> list[str]:
         heading = f"({role}, {len(text) - limit} characters in the middle are left out:)"
         text = f"{text[: limit // 2]}\n{text[-(limit // 2) :]}"
     return [heading, *(f"| {line}" for line in text.split("\n"))]
-
-
-def opening(episode: Episode) -> Messages:
-    """Returns the messages before the first action, with their roles."""
-    messages = first_messages(episode.prompt, episode.turns[0].observation)
-    return [(message.role, message.content) for message in messages]
-
-
-def conversation(episode: Episode, last: int) -> Messages:
-    """Returns the messages from the first action to that of a turn, with their roles."""
-    messages: Messages = []
-    roles = episode.roles
-    for k, turn in enumerate(episode.turns[: last + 1]):
-        if k:
-            messages.append((roles[k], turn.observation))
-        messages.append(("assistant", turn.text))
-    return messages

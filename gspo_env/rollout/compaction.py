@@ -17,7 +17,8 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Ge
 
-from gspo_env.chat.transcript import ChatTokenizer, first_messages
+from gspo_env.chat.messages import first_messages
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.errors import ConfigError, PromptLengthError
 from gspo_env.rollout.collector import Collector, RolloutPlugin
 from gspo_env.rollout.play import PolicyInput, PolicyOutput

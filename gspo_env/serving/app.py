@@ -17,12 +17,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from gspo_env.chat.fields import Fields, Json, parse_json
+from gspo_env.errors import RefusedError
 from gspo_env.serving.connection import SCOPE
 from gspo_env.serving.dialects.chat import Chat, openai_fault
 from gspo_env.serving.dialects.messages import Messages
 from gspo_env.serving.dialects.responses import Responses
-from gspo_env.serving.fields import Dialect, Fields, Json, agent_name, parse_json
-from gspo_env.serving.session import LateRewardError, RefusedError, Reply, Request
+from gspo_env.serving.request import Dialect, agent_name
+from gspo_env.serving.session import LateRewardError, Reply, Request
 
 if TYPE_CHECKING:
     from gspo_env.serving.server import PolicyServer

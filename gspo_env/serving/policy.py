@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from gspo_env.chat import ChatTokenizer, Transcript
 from gspo_env.engines import Engine, Sampling, check_completion
-from gspo_env.errors import ChatTemplateError, PromptLengthError
+from gspo_env.errors import ChatTemplateError, PromptLengthError, RefusedError
 from gspo_env.rollout import RolloutConfig
 from gspo_env.seeding import derive_seed
-from gspo_env.serving.session import RefusedError, Reply, Request
+from gspo_env.serving.session import Reply, Request
 from gspo_env.tools.calls import read_action
 from gspo_env.types import Message, Prompt, StepInfo
 

@@ -15,11 +15,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, RefusedError
 from gspo_env.serving.session import (
     ANSWER_SECONDS,
     Answer,
-    RefusedError,
     Reward,
     Session,
     session_closed,

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from gspo_env.errors import GspoEnvError
+from gspo_env.errors import GspoEnvError, RefusedError
 from gspo_env.tools.tool import Tool
 from gspo_env.types import Message, ToolCall
 
@@ -74,23 +74,6 @@ Answer = Callable[[Request], Awaitable[Reply] | Future[Reply]]
 cancelled when the program hangs up and when the session closes."""
 Reward = Callable[[str, float], None]
 """Takes the reward of an answer by its id; raises `KeyError` or `LateRewardError`."""
-
-
-class RefusedError(GspoEnvError, ValueError):
-    """A request that is refused with an HTTP status.
-
-    Attributes:
-        status: The status.
-        code: A short name of the reason, such as `context_length_exceeded`.
-        param: The field of the request that is at fault.
-    """
-
-    def __init__(
-        self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None
-    ) -> None:
-        """Stores the parts."""
-        super().__init__(message)
-        self.status, self.code, self.param = status, code, param
 
 
 class LateRewardError(GspoEnvError, ValueError):

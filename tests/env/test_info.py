@@ -239,3 +239,17 @@ def test_calls_in_messages_may_be_dictionaries():
     ]
     read = step({"messages": messages}).messages
     assert read[1].tool_calls == (ToolCall(**call),)
+
+
+def test_results_are_in_the_order_of_the_calls():
+    calls = [{"name": "buy", "arguments": {"item": i}, "id": i} for i in ("ca", "cb")]
+    asked = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+    told = [{"role": "tool", "content": f"of {i}", "tool_call_id": i} for i in ("cb", "ca")]
+    for messages in ([*asked, *told], [*asked, told[0], CHAT[0], told[1]]):
+        read = step({"messages": messages}).messages
+        assert [m.content for m in read if m.role == "tool"] == ["of ca", "of cb"]
+        assert [m.role for m in read] == [m["role"] for m in messages]
+    unnamed = [{"role": "tool", "content": c} for c in "ba"]
+    assert [m.content for m in step({"messages": [*asked, *unnamed]}).messages[2:]] == ["b", "a"]
+    with pytest.raises(EnvironmentContractError, match=r"'cx'; expected one of \['ca', 'cb'\]"):
+        step({"messages": [*asked, {**told[0], "tool_call_id": "cx"}]})

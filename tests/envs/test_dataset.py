@@ -18,7 +18,7 @@ from support.chat_families import FAMILIES
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification
 
-from gspo_env.chat.transcript import first_messages
+from gspo_env.chat.messages import first_messages
 from gspo_env.check.environment import check_env
 from gspo_env.env.base import Action
 from gspo_env.env.info import parse_reset, read_prompt
@@ -158,6 +158,15 @@ def test_the_history_of_a_row_may_have_tool_calls_and_their_results(system, last
     ]
     assert [m.tool_call_id for m in messages if m.role == "tool"] == ["call1", "call2"]
     assert env.step("Yes.")[1] == 1.0
+
+
+def test_the_results_of_a_row_are_in_the_order_of_its_calls():
+    first, second = called("f", {}, 1), called("f", {}, 2)
+    calls = {**first, "tool_calls": first["tool_calls"] + second["tool_calls"]}
+    chat = [{"role": "user", "content": "one"}, calls, result("b", 2), result("a", 1)]
+    observation, info = make([{"messages": chat}], lambda attempt: 1.0).reset(seed=0)
+    assert observation == "b"
+    assert [m["content"] for m in info["messages"] if m["role"] == "tool"] == ["a", "b"]
 
 
 def test_calls_in_a_reference_answer_are_left_out_and_a_malformed_history_is_refused():

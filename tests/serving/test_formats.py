@@ -6,7 +6,8 @@ from concurrent.futures import Future
 import pytest
 from support.serving_policy import Policy
 
-from gspo_env.serving import RefusedError, Reply
+from gspo_env.errors import RefusedError
+from gspo_env.serving import Reply
 from gspo_env.types import Message, ToolCall
 
 CALL = ToolCall(name="look", arguments={"key": "a"})
@@ -231,3 +232,67 @@ def test_an_answer_that_does_not_come_ends(opened):
         await asyncio.Event().wait()
 
     assert post(opened(never, seconds=0.1)).status_code == 504
+
+
+def called(*ids):
+    """Returns a conversation up to the calls of `look` with these ids."""
+    function = {"name": "look", "arguments": "{}"}
+    calls = [{"id": i, "type": "function", "function": function} for i in ids]
+    return [HI["messages"][0], {"role": "assistant", "content": None, "tool_calls": calls}]
+
+
+def results(*ids):
+    return [{"role": "tool", "tool_call_id": i, "content": f"of {i}"} for i in ids]
+
+
+def in_chat(calls, answers):
+    return "/chat/completions", {**HI, "messages": [*called(*calls), *results(*answers)]}
+
+
+def in_messages(calls, answers):
+    uses = [{"type": "tool_use", "id": i, "name": "look", "input": {}} for i in calls]
+    parts = [{"type": "tool_result", "tool_use_id": i, "content": f"of {i}"} for i in answers]
+    spoken = {"role": "assistant", "content": uses}, {"role": "user", "content": parts}
+    return "/messages", {**HI, "messages": [*HI["messages"], *spoken]}
+
+
+def in_responses(calls, answers):
+    call = {"type": "function_call", "name": "look", "arguments": "{}"}
+    output = {"type": "function_call_output"}
+    items = [*HI["messages"], *({**call, "call_id": i} for i in calls)]
+    items += [{**output, "call_id": i, "output": f"of {i}"} for i in answers]
+    return "/responses", {"model": "m", "input": items}
+
+
+WIRES = pytest.mark.parametrize("wire", [in_chat, in_messages, in_responses])
+
+
+@WIRES
+def test_results_reach_the_policy_in_the_order_of_the_calls(opened, wire):
+    policy = Policy("ok")
+    path, body = wire(["ca", "cb", "cc"], ["cc", "ca", "cb"])
+    assert opened(policy).post(path, json=body).status_code == 200
+    shown = [(m.tool_call_id, m.content) for m in policy.seen[0].messages if m.role == "tool"]
+    assert shown == [("ca", "of ca"), ("cb", "of cb"), ("cc", "of cc")]
+
+
+@WIRES
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        (["ca", "cx"], "'cx'; expected one of ['ca', 'cb'], each once"),
+        (["ca", "ca"], "'ca'; expected one of"),
+        (["cb"], "the call 'ca' has no result, but one after it has"),
+    ],
+)
+def test_results_that_belong_to_no_call_are_refused(opened, wire, answers, words):
+    policy = Policy("ok")
+    path, body = wire(["ca", "cb"], answers)
+    got = opened(policy).post(path, json=body)
+    assert (got.status_code, policy.seen) == (400, [])
+    assert words in got.json()["error"]["message"]
+
+
+def test_a_result_without_a_call_is_refused(opened):
+    body = {**HI, "messages": [*HI["messages"], *results("ca")]}
+    assert opened(Policy("ok")).post("/chat/completions", json=body).status_code == 400

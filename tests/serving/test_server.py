@@ -16,8 +16,9 @@ import pytest
 from support.jails import eventually, run_python
 from support.serving_policy import Policy
 
+from gspo_env.chat import fields
 from gspo_env.errors import ConfigError
-from gspo_env.serving import LateRewardError, PolicyServer, Reply, address, app, connection, fields
+from gspo_env.serving import LateRewardError, PolicyServer, Reply, address, app, connection
 from gspo_env.serving.dialects.chat import Chat
 from gspo_env.types import Message
 

@@ -11,14 +11,15 @@ from support.shop import TOOLS, as_text, calls_in_tool_env, step
 from support.tool_cases import CASES, FORMATS
 from support.turns import episode
 
+from gspo_env.chat.fields import parse_json
 from gspo_env.cli.capture import to_lines
 from gspo_env.env.base import Action
 from gspo_env.episodes.writer import tool_calls
-from gspo_env.serving import RefusedError, Request
+from gspo_env.errors import RefusedError
+from gspo_env.serving import Request
 from gspo_env.serving.dialects.chat import Chat
 from gspo_env.serving.dialects.messages import Messages
 from gspo_env.serving.dialects.responses import Responses
-from gspo_env.serving.fields import parse_json
 from gspo_env.tools.arguments import ToolCallError
 from gspo_env.tools.calls import parse_message, parse_tool_calls, read_action
 from gspo_env.tools.tool import Tool, format_tool_call

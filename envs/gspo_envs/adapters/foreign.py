@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.env.base import MAX_TEXT_LENGTH, Options, ResetResult, StepResult, TextEnv, clean
+from gspo_env.chat.fields import clean
+from gspo_env.env.base import MAX_TEXT_LENGTH, Options, ResetResult, StepResult, TextEnv
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.runtime.threads import log_once
 from gspo_env.seeding import fingerprint, global_generators_kept

@@ -15,7 +15,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from gspo_env.env.base import Options, ResetResult, StepResult, TextEnv, clean, extract_tag
+from gspo_env.chat.fields import clean
+from gspo_env.env.base import Options, ResetResult, StepResult, TextEnv, extract_tag
 from gspo_env.errors import ConfigError
 
 MAX_NUMBERS = 1024

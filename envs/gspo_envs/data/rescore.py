@@ -9,9 +9,10 @@ from typing import Any
 
 from gymnasium.utils.seeding import np_random
 
-from gspo_env.rewards.judge import conversation, opening
+from gspo_env.chat.messages import first_messages, played_messages
 from gspo_env.rollout.failures import FaultLog, lose_unscored
 from gspo_env.types import Episode, Group, StopReason
+from gspo_env.types import Message as EpisodeMessage
 from gspo_envs.data.rewards import Attempt, Rewards
 from gspo_envs.data.rows import Message, TaskRows, is_text, prompt_column
 
@@ -53,7 +54,8 @@ def _score(
     episode: Episode, rewards: Rewards, row: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Episode:
     """Scores an episode with the rewards that see one."""
-    turns, prompt = list(episode.turns), _plain(opening(episode))
+    turns = list(episode.turns)
+    prompt = _plain(first_messages(episode.prompt, turns[0].observation))
     column = prompt_column(row, settings.get("column", ""))
     alone = [m["role"] for m in prompt if m["role"] != "system"] == ["user"]
     plain = is_text(row[column]) if column in row else alone
@@ -65,7 +67,7 @@ def _score(
         # `step` never saw an action that was cut
         is_cut = is_last and episode.stop_reason is StopReason.MAX_TURN_TOKENS
         if (settings.get("score") == "turn" or is_last) and not is_cut:
-            completion = _plain(conversation(episode, k))
+            completion = _plain(played_messages(episode, k))
             attempt = Attempt(
                 prompt=prompt, completion=completion, row=row, plain=plain, token_ids=ids
             )
@@ -76,5 +78,5 @@ def _score(
     return replace(episode, turns=tuple(turns), ending=replace(episode.ending, outcome=None))
 
 
-def _plain(messages: Iterable[tuple[str, str]]) -> tuple[Message, ...]:
-    return tuple({"role": role, "content": text} for role, text in messages)
+def _plain(messages: Iterable[EpisodeMessage]) -> tuple[Message, ...]:
+    return tuple({"role": message.role, "content": message.content} for message in messages)

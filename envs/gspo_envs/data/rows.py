@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.env.base import ResetResult, clean
+from gspo_env.chat.fields import clean
+from gspo_env.chat.messages import read_messages
+from gspo_env.env.base import ResetResult
 from gspo_env.episodes.schema import read_bounded
-from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.errors import ConfigError, MissingExtraError, RefusedError
 from gspo_env.seeding import HELD_OUT, fingerprint
 
 COLUMNS = ("prompt", "messages", "conversations", "question")
@@ -141,11 +143,8 @@ def has_calls(chat: Any) -> bool:
 
 def _read_history(chat: Any, where: str) -> tuple[str | None, list[Message]]:
     """Parses a chat in OpenAI's format in which tools are called."""
-    from gspo_env.serving import RefusedError
-    from gspo_env.serving.dialects.chat import read_messages
-
     try:
-        read = read_messages(json.loads(as_json(chat)), needs_ids=False)
+        read = read_messages(json.loads(as_json(chat)))
     except RefusedError as error:
         raise ConfigError(f"{where}: {error}") from None
     system = read.pop(0).content if read[0].role == "system" else None

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gspo_env.serving.fields import Fields, Json, format_arguments, make_request, make_tool, stops
-from gspo_env.serving.session import RefusedError, Reply, Request
-from gspo_env.tools.tool import Tool
-from gspo_env.types import Message, ToolCall
+from gspo_env.chat.fields import Fields, Json
+from gspo_env.chat.messages import read_message, read_tools, write_call, write_message
+from gspo_env.errors import RefusedError
+from gspo_env.serving.request import make_request, stops
+from gspo_env.serving.session import Reply, Request
 
 DISTRIBUTION = "it changes the distribution of answers, which the server takes as the policy's own"
 FORMAT = "answers are not constrained to a schema or grammar"
@@ -31,7 +32,6 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
 _PLAIN: Mapping[str, Sequence[Any]] = {
     **{"logprobs": (False,), "top_logprobs": (0,), "modalities": (["text"],), "audio": ()}
 }
-_TEXT = ("text", "refusal")
 
 
 class Chat:
@@ -43,12 +43,13 @@ class Chat:
         """See `Dialect.read`."""
         fields = Fields(body)
         tools = read_tools(fields.items("tools"))
+        values = enumerate(fields.items("messages"))
         newer, older = fields.count("max_completion_tokens"), fields.count("max_tokens")
         request = make_request(
             fields,
             name,
             agent,
-            messages=read_messages(fields.items("messages")),
+            messages=[read_message(v, f"messages[{n}]", strict=True) for n, v in values],
             tools=tools,
             max_tokens=newer if newer is not None else older,
             stop=stops(fields, "stop"),
@@ -86,7 +87,7 @@ class Chat:
         if message.content:
             yield chunk({"content": message.content})
         for index, call in enumerate(message.tool_calls):
-            written = _write_call(call)
+            written = write_call(call)
             empty = {**written["function"], "arguments": ""}
             yield chunk({"tool_calls": [{"index": index, **written, "function": empty}]})
             pieces = {"arguments": written["function"]["arguments"]}
@@ -110,40 +111,6 @@ def openai_fault(error: RefusedError) -> Json:
     return {"error": fields}
 
 
-def read_messages(values: Sequence[Any], needs_ids: bool = True) -> list[Message]:
-    """Reads the messages of a conversation.
-
-    Args:
-        values: The messages.
-        needs_ids: Whether the result of a tool has to have the id of its call.
-
-    Raises:
-        RefusedError: A message is malformed, or holds something else than text.
-    """
-    return [_message(value, f"messages[{n}]", needs_ids) for n, value in enumerate(values)]
-
-
-def read_tools(values: Sequence[Any]) -> list[Tool]:
-    """Reads tools in OpenAI's format.
-
-    Raises:
-        RefusedError: A tool is malformed, or no function.
-    """
-    return [_tool(value, f"tools[{n}]") for n, value in enumerate(values)]
-
-
-def write_message(message: Message) -> Json:
-    """Returns a message in OpenAI's format."""
-    calls = [_write_call(call) for call in message.tool_calls]
-    fields: Json = {"role": message.role, "content": message.content or (None if calls else "")}
-    if message.reasoning is not None:
-        fields["reasoning_content"] = message.reasoning
-    if calls:
-        fields["tool_calls"] = calls
-    names = {"tool_call_id": message.tool_call_id, "name": message.name}
-    return fields | {key: value for key, value in names.items() if value is not None}
-
-
 def _head(request: Request, reply: Reply, kind: str) -> Json:
     return {"id": reply.id, "object": kind, "created": int(time.time()), "model": request.model}
 
@@ -155,58 +122,3 @@ def _usage(reply: Reply) -> Json:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
     }
-
-
-def _write_call(call: ToolCall) -> Json:
-    function = {"name": call.name, "arguments": format_arguments(call)}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _tool(value: Any, where: str) -> Tool:
-    fields = Fields(value, where)
-    if (kind := fields.text("type") or "function") != "function":
-        fields.refuse("type", kind, '"function": other tools run on a server of their maker')
-    function = Fields(fields.need("function", dict, "an object"), f"{where}.function")
-    fields.done()
-    tool = make_tool(function, "parameters")
-    function.done()
-    return tool
-
-
-def _message(value: Any, where: str, needs_ids: bool) -> Message:
-    fields = Fields(value, where)
-    role = fields.text("role")
-    text = fields.content("content", _TEXT)
-    name = fields.text("name") or None
-    if role in ("system", "developer", "user"):
-        fields.done()
-        return Message(role="user" if role == "user" else "system", content=text, name=name)
-    if role == "tool":
-        read = fields.need if needs_ids else fields.take
-        call = read("tool_call_id", str, "the id of a call")
-        fields.done()
-        return Message(role="tool", content=text, tool_call_id=call, name=name)
-    if role != "assistant":
-        fields.refuse("role", role, '"system", "developer", "user", "assistant" or "tool"')
-    reasoning = fields.take("reasoning_content", str, "a string")
-    reasoning = fields.take("reasoning", str, "a string") if reasoning is None else reasoning
-    calls = [
-        _read_call(call, f"{where}.tool_calls[{n}]")
-        for n, call in enumerate(fields.items("tool_calls"))
-    ]
-    refusal = fields.text("refusal")
-    fields.ignore(("audio", "annotations"))
-    fields.done()
-    return Message(
-        role="assistant",
-        content=text or refusal,
-        reasoning=reasoning,
-        tool_calls=tuple(calls),
-        name=name,
-    )
-
-
-def _read_call(value: Any, where: str) -> ToolCall:
-    fields = Fields(value, where)
-    function = Fields(fields.need("function", dict, "an object"), f"{where}.function")
-    return function.call("arguments", fields.text("id"))

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gspo_env.chat.fields import Fields, Json, content
+from gspo_env.chat.messages import format_arguments, make_tool
+from gspo_env.errors import RefusedError
 from gspo_env.serving.dialects.chat import DISTRIBUTION, FORMAT
-from gspo_env.serving.fields import (
-    Fields,
-    Json,
-    content,
-    format_arguments,
-    make_request,
-    make_tool,
-    stops,
-)
-from gspo_env.serving.session import RefusedError, Reply, Request
+from gspo_env.serving.request import make_request, stops
+from gspo_env.serving.session import Reply, Request
 from gspo_env.types import Message, ToolCall
 
 _HARMLESS = ("metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id")

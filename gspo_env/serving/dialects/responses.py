@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from gspo_env.chat.fields import Fields, Json
+from gspo_env.chat.messages import format_arguments, make_tool
+from gspo_env.errors import RefusedError
 from gspo_env.serving.dialects.chat import DISTRIBUTION, FORMAT, HARMLESS, openai_fault
-from gspo_env.serving.fields import Fields, Json, format_arguments, make_request, make_tool
-from gspo_env.serving.session import RefusedError, Reply, Request
+from gspo_env.serving.request import make_request
+from gspo_env.serving.session import Reply, Request
 from gspo_env.types import Message
 
 _STATE = "the server keeps no conversations: send the whole input"

@@ -10,9 +10,9 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from gspo_env.env.base import Options, ResetResult
-from gspo_env.env.schema import arguments_validator
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError, ToolServerError
+from gspo_env.tools.schema import arguments_validator
 from gspo_env.tools.tool import Tool
 from gspo_envs.data.dataset import DatasetEnv
 from gspo_envs.tools.mcp.session import MCPServer, MCPSession, list_tools, shorten

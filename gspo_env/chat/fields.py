@@ -1,23 +1,16 @@
-"""What the wire formats share: JSON bodies, fields that are refused or ignored, texts, tools."""
+"""Fields of JSON that anyone may have written: each is read, ignored or refused in one sentence."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NoReturn, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
-from pydantic import TypeAdapter
-
-from gspo_env.env.base import clean
-from gspo_env.env.schema import arguments_validator
-from gspo_env.serving.session import RefusedError, Reply, Request
+from gspo_env.errors import RefusedError
 from gspo_env.tools.arguments import DECODER, finite_number, reject_constant
-from gspo_env.tools.tool import Tool
-from gspo_env.types import Message, ToolCall
+from gspo_env.types import ToolCall
 
 Json = dict[str, Any]
 _DEEPEST = 100
@@ -31,32 +24,10 @@ _NO_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-class Dialect(Protocol):
-    """A wire format."""
-
-    prefix: str
-    """How the ids of its answers begin."""
-
-    def read(self, body: Json, name: str, agent: str | None = None) -> Request:
-        """Reads a body.
-
-        Args:
-            body: The body.
-            name: The id of the answer.
-            agent: The name of the agent, if a header gives it.
-
-        Raises:
-            RefusedError: The body is malformed, or asks for what cannot be done.
-        """
-
-    def write(self, request: Request, reply: Reply) -> Json:
-        """Returns a whole answer."""
-
-    def events(self, request: Request, reply: Reply) -> Iterator[tuple[str, Json | str]]:
-        """Yields the events of a streamed answer: names, which may be empty, and data."""
-
-    def fault(self, error: RefusedError) -> Json:
-        """Returns the body of an error."""
+def clean(text: str, limit: int | None = None) -> str:
+    """Replaces lone surrogates, which no tokenizer can encode, and cuts the text at a limit."""
+    text = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+    return text[:limit]
 
 
 def parse_json(data: bytes) -> Json:
@@ -103,7 +74,7 @@ class Fields:
         Raises:
             RefusedError: It is none.
         """
-        if not isinstance(values, dict):
+        if not isinstance(values, Mapping):
             raise RefusedError(f"{where or 'the body'} is {short(values)}; expected an object")
         self.values = {name: value for name, value in values.items() if value is not None}
         self.where = where
@@ -155,7 +126,7 @@ class Fields:
 
     def items(self, field: str) -> list[Any]:
         """Returns a list; empty if it is absent."""
-        return self.take(field, list, "a list") or []
+        return list(self.take(field, (list, tuple), "a list") or ())
 
     def content(self, field: str, kinds: Sequence[str]) -> str:
         """Returns the text of a message; see `content`."""
@@ -229,15 +200,6 @@ def short(value: Any, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def stops(fields: Fields, field: str) -> tuple[str, ...]:
-    """Returns the texts that end an answer."""
-    value = fields.take(field, (str, list), "a string or a list of strings")
-    texts = [value] if isinstance(value, str) else value or []
-    if len(texts) > 16 or not all(isinstance(t, str) and 0 < len(t) <= 256 for t in texts):
-        fields.refuse(field, value, "up to 16 strings of 1 to 256 characters")
-    return tuple(texts)
-
-
 def content(value: Any, where: str, kinds: Sequence[str]) -> str:
     """Returns the text of a message: a string, or a list of strings and parts with text.
 
@@ -264,113 +226,3 @@ def content(value: Any, where: str, kinds: Sequence[str]) -> str:
             )
         texts.append(text)
     return "\n".join(texts)
-
-
-def check_conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Checks that a conversation can be answered.
-
-    Raises:
-        RefusedError: It is empty, or its last message is the assistant's.
-    """
-    if not messages:
-        raise RefusedError("there are no messages; expected at least one", param="messages")
-    if messages[-1].role == "assistant":
-        raise RefusedError(
-            "the last message is the assistant's: the policy writes whole messages and continues "
-            "none; expected a user's or a tool's message at the end",
-            param="messages",
-        )
-    return tuple(messages)
-
-
-def make_request(
-    fields: Fields,
-    name: str,
-    agent: str | None,
-    *,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    hottest: float = 2.0,
-    **terms: Any,
-) -> Request:
-    """Returns a request; takes the fields that all wire formats have.
-
-    Args:
-        fields: The body.
-        name: The id of the answer.
-        agent: The name of the agent, if a header gives it.
-        messages: The conversation.
-        tools: The tools; with `tool_choice` none, the policy sees none.
-        hottest: Largest temperature.
-        terms: Further fields of the request.
-    """
-    for name_of_tool, number in Counter(tool.name for tool in tools).items():
-        if number > 1:
-            fault = f"tools has {number} tools named {name_of_tool!r}; expected different names"
-            raise RefusedError(fault, param="tools")
-    metadata = fields.values.get("metadata")
-    named = metadata.get("agent") if isinstance(metadata, dict) else None
-    return Request(
-        messages=check_conversation(messages),
-        tools=tuple(tools) if _may_call(fields) else (),
-        agent=agent_name(agent, named, fields.values.get("user")),
-        id=name,
-        temperature=fields.number("temperature", 0, hottest),
-        model=fields.text("model"),
-        stream=bool(fields.take("stream", bool, "true or false")),
-        **terms,
-    )
-
-
-def _may_call(fields: Fields) -> bool:
-    """Reads `tool_choice`, which may not force a call."""
-    value: Any = fields.values.pop("tool_choice", "auto")
-    name = value
-    if isinstance(value, dict) and value.keys() <= {"type", "disable_parallel_tool_use"}:
-        name = None if value.get("disable_parallel_tool_use") else value.get("type")
-    if name not in ("auto", "none"):
-        expected = '"auto" or "none", because calls are the policy\'s choice'
-        fields.refuse("tool_choice", value, expected)
-    return bool(name == "auto")
-
-
-def agent_name(*names: Any) -> str | None:
-    """Returns the first name that is one."""
-    first = next((n for n in names if isinstance(n, str) and n.strip()), None)
-    return None if first is None else first.strip()[:LONGEST_NAME]
-
-
-def format_arguments(call: ToolCall) -> str:
-    """Returns the arguments of a call as JSON."""
-    return json.dumps(call.arguments, ensure_ascii=False)
-
-
-def make_tool(fields: Fields, schema: str) -> Tool:
-    """Returns a tool from its name, its description and the field with its JSON schema."""
-    name = fields.tool()
-    description = fields.text("description")
-    parameters = fields.take(schema, dict, "a JSON schema") or {}
-    parameters = {"type": "object", "properties": {}, **parameters}
-    strict = bool(fields.take("strict", bool, "true or false"))
-    tool = Tool(name=name, description=description, parameters=parameters, strict=strict)
-    where = fields.name("strict")
-    return replace(tool, validator=_schema_validator(parameters, where)) if strict else tool
-
-
-def _schema_validator(schema: Json, where: str) -> TypeAdapter[dict[str, Any]]:
-    """Returns the validator of a strict tool.
-
-    Raises:
-        RefusedError: The schema is none, takes long to check, or `jsonschema` is not installed.
-    """
-    try:
-        return arguments_validator(schema, complete=True)
-    except ImportError:
-        raise RefusedError(
-            f"{where} is true, which needs the package jsonschema; expected false, or "
-            "pip install 'gspo-env[agents]' for the trainer",
-            code="unsupported_parameter",
-            param=where,
-        ) from None
-    except ValueError as error:
-        raise RefusedError(f"the schema of a strict tool is refused: {error}") from None
