@@ -64,10 +64,13 @@ class ToolEnv(TextEnv):
         super().__init_subclass__(**keywords)
         functions = vars(cls).get("tools")
         if isinstance(functions, (list, tuple)):
-            named = (f if isinstance(f, Tool) else as_tool(tool(f)) for f in functions)
-            cls._functions = tuple(named)
+            listed = [f if isinstance(f, Tool) else as_tool(tool(f)) for f in functions]
+            methods = [each.function for each in tool_methods(cls)]
+            cls._functions = tuple(t for t in listed if not any(t.function is m for m in methods))
             delattr(cls, "tools")  # the property has them, with the methods
-        tool_methods(cls)
+        names = [each.name for each in cls.declared_tools()]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"{cls.__name__} has two tools {min(twice)!r}.")
 
     @classmethod
     def declared_tools(cls) -> tuple[Tool, ...]:

@@ -77,9 +77,12 @@ def tool(function: F) -> F:
     `@staticmethod` and `@classmethod` may stand above or below it.
 
     Raises:
-        ConfigError: The docstring or an annotation is missing or cannot be used.
+        ConfigError: It is not a function, or the docstring or an annotation is missing or cannot
+            be used.
     """
-    plain = function.__func__ if isinstance(function, (staticmethod, classmethod)) else function
+    plain = getattr(function, "__func__", function)
+    if not callable(plain) or not hasattr(plain, "__name__"):
+        raise ConfigError(f"@tool got {function!r}, expected a function or method.")
     setattr(plain, _MARK, _build_tool(plain, is_static=isinstance(function, staticmethod)))
     return function
 
@@ -90,10 +93,18 @@ def as_tool(function: Callable[..., Any]) -> Tool:
     Raises:
         ConfigError: The function was not decorated.
     """
-    definition = getattr(function, _MARK, None)
-    if not isinstance(definition, Tool):
+    definition = _definition(function)
+    if definition is None:
         raise ConfigError(f"{function!r} is not a tool, decorate it with @tool.")
     return definition
+
+
+def _definition(member: Any) -> Tool | None:
+    """Returns the tool that a function is, or that a member of a class is made of."""
+    for name in ("__func__", "fget", "func"):
+        member = getattr(member, name, member)
+    definition = getattr(member, _MARK, None)
+    return definition if isinstance(definition, Tool) else None
 
 
 def tool_methods(cls: type, instance: object = None) -> tuple[Tool, ...]:
@@ -104,21 +115,28 @@ def tool_methods(cls: type, instance: object = None) -> tuple[Tool, ...]:
         instance: The instance of it to which the tools are bound; by default they are unbound.
 
     Raises:
-        ConfigError: The first parameter of a method is not its instance or class.
+        ConfigError: The first parameter of a method is not its instance or class, a tool is made
+            into something else, or a method that is not a tool replaces one.
     """
     tools = []
     for name in dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base)):
-        member = inspect.getattr_static(cls, name)
-        plain = getattr(member, "__func__", member)
-        definition = getattr(plain, _MARK, None)
-        if isinstance(definition, Tool):
-            parameters = [*inspect.signature(plain).parameters]
-            is_static = isinstance(member, staticmethod)
-            if parameters[not is_static :] != [*definition.parameters["properties"]]:
-                form = "annotate each parameter of a static method" if is_static else "add self"
-                raise ConfigError(f"tool {cls.__name__}.{name}({', '.join(parameters)}): {form}.")
-            bound = definition.function if instance is None else getattr(instance, name)
-            tools.append(replace(definition, function=bound))
+        member, where = inspect.getattr_static(cls, name), f"{cls.__name__}.{name}"
+        plain, definition = getattr(member, "__func__", member), _definition(member)
+        if definition is None:
+            if callable(plain) and any(_definition(vars(b).get(name)) for b in cls.__mro__):
+                remedy = f"decorate it with @tool, or drop it with {name} = None."
+                raise ConfigError(f"{where} replaces a tool: {remedy}")
+            continue
+        if getattr(plain, _MARK, None) is None:
+            kind = type(member).__name__
+            raise ConfigError(f"tool {where} is a {kind}, expected a method.")
+        parameters = [*inspect.signature(plain).parameters]
+        is_static = isinstance(member, staticmethod)
+        if parameters[not is_static :] != [*definition.parameters["properties"]]:
+            form = "annotate each parameter of a static method" if is_static else "add self"
+            raise ConfigError(f"tool {where}({', '.join(parameters)}): {form}.")
+        bound = definition.function if instance is None else getattr(instance, name)
+        tools.append(replace(definition, function=bound))
     return tuple(tools)
 
 
@@ -187,7 +205,11 @@ def _fields(
     is_method = not is_static and "." in function.__qualname__.rpartition("<locals>.")[2]
     fields: dict[str, Any] = {}
     for index, parameter in enumerate(inspect.signature(function).parameters.values()):
-        if index == 0 and parameter.name not in hints and is_method:
+        if (
+            index == 0
+            and is_method
+            and (parameter.name in ("self", "cls") or parameter.name not in hints)
+        ):
             continue  # the instance or the class
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(f"tool {name}: parameter {parameter} cannot be given by name.")

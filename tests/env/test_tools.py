@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.small_env import Tools
 
+from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.tools.tool import Tool, as_tool, format_tool_call, tool, tool_call_frames
@@ -249,6 +252,15 @@ def double(number: int) -> int:
     return 2 * number
 
 
+class Doubles:
+    """Has a method with the name of the function."""
+
+    @tool
+    def double(self, number: int) -> int:
+        """Doubles a number."""
+        return 2 * number
+
+
 class Listed(Tools):
     """Functions, decorated or not, and a method."""
 
@@ -318,6 +330,11 @@ class Bound(Tools):
         """Doubles a number and names the class."""
         return f"{2 * number} {type(this).__name__}"
 
+    @tool
+    def annotated(self: Self, number: int) -> str:
+        """Doubles a number and names the class."""
+        return f"{2 * number} {type(self).__name__}"
+
 
 class BoundToo(Bound):
     """Inherits them."""
@@ -327,7 +344,7 @@ class BoundToo(Bound):
 def test_static_and_class_methods_are_tools_in_each_order_of_the_decorators(kind):
     env = kind()
     env.reset(seed=0)
-    named = ["above", "below", "class_above", "class_below", "method"]
+    named = ["above", "below", "class_above", "class_below", "method", "annotated"]
     assert [each.name for each in env.tools] == named
     assert [each.name for each in kind.declared_tools()] == named
     for name in named:
@@ -337,6 +354,80 @@ def test_static_and_class_methods_are_tools_in_each_order_of_the_decorators(kind
             "14" if name == "above" or name == "below" else f"14 {kind.__name__}"
         )
         assert "tool_errors" not in info
+
+
+def test_they_are_in_a_process_of_their_own_too():
+    with contextlib.closing(IsolatedEnv(f"{__file__}:BoundToo")) as env:
+        env.reset(seed=0)
+        for each in BoundToo.declared_tools():
+            observation = env.step(format_tool_call(each.name, {"number": 7}))[0]
+            assert observation.removesuffix(" BoundToo") == "14"
+
+
+def test_a_static_or_class_method_may_be_listed_in_tools():
+    class Lists(Tools):
+        max_turns = 9
+
+        @staticmethod
+        def plain(number: int) -> int:
+            """Doubles a number."""
+            return 2 * number
+
+        @classmethod
+        def of_class(cls, number: int) -> str:
+            """Doubles a number and names the class."""
+            return f"{2 * number} {cls.__name__}"
+
+        def method(self, number: int) -> str:
+            """Doubles a number and names the class."""
+            return f"{2 * number} {type(self).__name__}"
+
+        tools = [plain, double, of_class, method]  # noqa: RUF012
+
+    env = Lists()
+    env.reset(seed=0)
+    named = ["plain", "of_class", "method", "double"]
+    assert [each.name for each in env.tools] == named
+    results = [env.step(format_tool_call(name, {"number": 7}))[0] for name in named]
+    assert results == ["14", "14 Lists", "14 Lists", "14"]
+
+
+@pytest.mark.parametrize(
+    ("member", "words"),
+    [
+        (property(lambda self: 1), r"@tool got <property .*, expected a function or method"),
+        (functools.partial(double, 7), "@tool got functools.partial"),
+    ],
+)
+def test_what_is_no_function_is_no_tool(member, words):
+    with pytest.raises(ConfigError, match=words):
+        tool(member)
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ({"price": property(ShopEnv.price)}, r"tool Other\.price is a property, expected a method"),
+        (
+            {"cheap": functools.partialmethod(ShopEnv.price, count=1)},
+            r"tool Other\.cheap is a partialmethod",
+        ),
+        ({"price": lambda self, item: 1.0}, r"Other\.price replaces a tool: decorate it .*= None"),
+        ({"tools": [lambda number: number]}, "has no docstring"),
+        ({"tools": [double], "twice": Doubles.double}, "Other has two tools 'double'"),
+        ({"tools": [double, double]}, "Other has two tools 'double'"),
+    ],
+)
+def test_a_tool_is_never_lost_without_a_word(members, words):
+    with pytest.raises(ConfigError, match=words):
+        type("Other", (ShopEnv,), members)
+
+
+def test_a_subclass_drops_a_tool_with_none():
+    class Poor(ShopEnv):
+        price = None
+
+    assert [each.name for each in Poor.declared_tools()] == ["fail", "leave", "echo"]
 
 
 def test_a_first_parameter_that_is_neither_an_instance_nor_an_argument_fails_at_the_class():
