@@ -94,9 +94,9 @@ class Config:
     """Tasks of a rollout batch, P; each gets `rollout.group_size` episodes."""
     eval_every: Annotated[int, Ge(0)] = 10
     """Steps between evaluations; 0 evaluates at the start and the end only."""
-    eval_tasks: Annotated[int, Ge(0)] = 0
+    eval_tasks: Annotated[int, Ge(0)] | Literal["all"] = 0
     """Held-out tasks of an evaluation; 0 takes 256, or 32 for a model of more than 5 million
-    weights on a CPU."""
+    weights on a CPU, and `all` those of an environment that has a list of them."""
     strict: bool = False
     """Stop with an error where a run would only warn that it learns nothing so far."""
     output: str = ""

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import random
 from collections.abc import Iterator
+from math import gcd
 
 import numpy as np
 
@@ -26,6 +27,20 @@ def derive_seed(*parts: int | str) -> int:
 def fingerprint(*parts: int | str) -> str:
     """Returns a short name of the parts, such as a task key: equal only for equal parts."""
     return f"{derive_seed(*parts):016x}"
+
+
+def draw_index(random: np.random.Generator, seed: int | None, count: int) -> int:
+    """Returns the index of one of so many tasks, for an environment with a list of them.
+
+    Successive evaluation seeds take each index once before any twice, in a mixed order; any other
+    index is drawn.
+    """
+    drawn = int(random.integers(count))
+    if seed is None or seed < HELD_OUT:
+        return drawn
+    # a step that is coprime to the count meets each index; neighbours are far apart
+    step = next(n for n in range(int(count * 0.618) + 1, 2 * count + 2) if gcd(n, count) == 1)
+    return (seed - HELD_OUT) * step % count
 
 
 @contextlib.contextmanager

@@ -21,7 +21,14 @@ from gspo_env.rollout.failures import FaultLog, close_quietly
 from gspo_env.rollout.play import try_out
 from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.runtime.threads import in_thread
-from gspo_env.training.split import Split, hold_out, join, read_resets, share_out
+from gspo_env.training.split import (
+    Split,
+    hold_out,
+    join,
+    num_eval_tasks,
+    read_resets,
+    share_out,
+)
 from gspo_env.types import ResetInfo, Score, Task
 
 
@@ -103,10 +110,20 @@ class Environments:
         with closing(EnvPools(pools, faults)) as pool:
             yield pool
 
+    @property
+    def num_eval_tasks(self) -> int:
+        """The number of all tasks for evaluation.
+
+        Raises:
+            ConfigError: An environment does not declare it.
+        """
+        return sum(num_eval_tasks(*item) for item in self.envs.items())
+
     def split(self, count: int, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> Split:
         """Returns the tasks of an evaluation and the task keys that training does not play.
 
-        Several environments have tasks in proportion to their weights, and at least one each.
+        Several environments have tasks in proportion to their weights, and at least one each; or
+        all of their tasks, if these are so many.
 
         Args:
             count: Tasks of the evaluation.
@@ -123,7 +140,9 @@ class Environments:
                 def read(tasks: Sequence[Task]) -> list[ResetInfo | None]:
                     return list(run(read_resets(pool, self.config.rollout, tasks)))
 
-                shares = share_out(count, list(self.weights.values()))
+                shares = [attribute(env, "num_eval_tasks", None) for env in self.envs.values()]
+                if None in shares or sum(shares) != count:
+                    shares = share_out(count, list(self.weights.values()))
                 splits = [
                     hold_out(env_id, share, read, attribute(env, "num_tasks", None))
                     for (env_id, env), share in zip(self.envs.items(), shares, strict=True)

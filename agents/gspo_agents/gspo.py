@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock, local
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -126,6 +126,8 @@ class GSPOAgent:
         if torch.cuda.is_available():
             self.model.to("cuda")
         use_threads(self.model)
+        if self.config.eval_tasks == "all":
+            self.config = replace(self.config, eval_tasks=self.environments.num_eval_tasks)
         if not self.config.eval_tasks:
             is_slow = not is_small(self.model) and not torch.cuda.is_available()
             self.config = replace(self.config, eval_tasks=32 if is_slow else 256)
@@ -291,14 +293,14 @@ class GSPOAgent:
         """Plays the tasks of `split`, `samples` episodes each.
 
         Args:
-            tasks: 0 takes the config's number; or the tasks themselves.
+            tasks: As for `split`; or the tasks themselves.
             samples: Episodes of each task.
             seed: Seed of the sampling; the config's by default.
             temperature: That of the training by default; 0 is greedy.
             on_group: Called after the episodes of each task.
         """
         seed = self.config.seed if seed is None else seed
-        tasks = self.split(tasks).tasks if isinstance(tasks, int) else tasks
+        tasks = tasks if isinstance(tasks, list | tuple) else self.split(tasks).tasks
         with self._collector() as collector:
             collector.on_group = on_group
             how: Any = {"seed": seed, "group_size": samples, "temperature": temperature}
@@ -313,18 +315,19 @@ class GSPOAgent:
         drawn: list[Task] = guard(training_tasks, seed, envs, held_out, count)
         return drawn
 
-    def split(self, tasks: int = 0) -> Split:
+    def split(self, tasks: int | Literal["all"] = 0) -> Split:
         """Returns the tasks of an evaluation and the task keys that training does not play.
 
         Training held out the config's number of tasks, and may have played all others. So a trained
         agent has at most this number, if its environment gives task keys.
 
         Args:
-            tasks: 0 takes the config's number.
+            tasks: 0 takes the config's number; `all` those of an environment that has a list.
         """
-        count = tasks or self.config.eval_tasks
+        tasks = self.environments.num_eval_tasks if tasks == "all" else tasks
+        count = tasks or int(self.config.eval_tasks)
         draw = partial(self.environments.split, run=self._loop.run)
-        if not self._trained or not (trained := draw(self.config.eval_tasks)).held_out:
+        if not self._trained or not (trained := draw(int(self.config.eval_tasks))).held_out:
             return draw(count)
         if count > len(trained.tasks):
             logger.warning("tasks is %d, and training held out only %s", count, trained)

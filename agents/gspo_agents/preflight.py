@@ -237,13 +237,14 @@ def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate:
     distinct = groups + (episodes - groups) * (_DISTINCT if batch else 1.0)
     played = playing(groups, distinct)
     learned = lengths.computed(groups, distinct) * learned_token * (1 + again / 3)
-    evaluated = playing(config.eval_tasks, 2 * config.eval_tasks)
+    tasks = int(config.eval_tasks)
+    evaluated = playing(tasks, 2 * tasks)
     imitation = config.recipe.imitation_steps * imitated * learned_token if batch else 0.0
     evaluations = 1 + (math.ceil(config.steps / config.eval_every) if config.eval_every else 1)
     seconds = imitation + config.steps * (played + learned) + evaluations * evaluated
     rows = {
         "memory": text,
-        "evaluation": f"{2 * config.eval_tasks} episodes of about {lengths.computed(1, 1):,.0f} "
+        "evaluation": f"{2 * tasks} episodes of about {lengths.computed(1, 1):,.0f} "
         f"tokens, of which {lengths.sampled:,.0f} are sampled: {_clock(evaluated)}",
         "step": f"{episodes} episodes: {_clock(played)} to play, {_clock(learned)} to learn",
         "run": f"{_clock(seconds)}, of which {_clock(evaluations * evaluated)} evaluate and "

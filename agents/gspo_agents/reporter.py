@@ -141,7 +141,7 @@ class Reporter:
     def resume(self, history: History, score: Score | None) -> None:
         """Restores the evaluations and the score of a resumed run."""
         self._evaluations += [
-            EvalSnapshot.from_metrics(step, metrics, self.config.eval_tasks)
+            EvalSnapshot.from_metrics(step, metrics, int(self.config.eval_tasks))
             for step, metrics in history
             if "eval/success" in metrics
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from gspo_env.env.base import attribute
 from gspo_env.env.registration import make_env, resolve_env
@@ -14,7 +14,7 @@ from gspo_env.rollout.play import Policy, demonstrator, look
 from gspo_env.rollout.pool import play_alone
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.runtime.threads import in_thread
-from gspo_env.training.split import Split, hold_out, reset_of
+from gspo_env.training.split import Split, hold_out, num_eval_tasks, reset_of
 from gspo_env.types import Episode, Group, Task
 
 
@@ -34,8 +34,10 @@ class ScriptedAgent:
         self._env = self._guard(make_env, self.env_id, **env_kwargs)
         self._faults = FaultLog()
 
-    def split(self, tasks: int = 256) -> Split:
+    def split(self, tasks: int | Literal["all"] = 256) -> Split:
         """Returns the tasks of an evaluation, which are those of a training run too."""
+        if tasks == "all":
+            tasks = num_eval_tasks(self.env_id, self._env)
         return hold_out(
             self.env_id,
             tasks,
@@ -49,7 +51,9 @@ class ScriptedAgent:
         drawn: list[Task] = self._guard(training_tasks, seed, envs, held_out, count)
         return drawn
 
-    def evaluate(self, tasks: int | Sequence[Task] = 256, samples: int = 1) -> list[Group]:
+    def evaluate(
+        self, tasks: int | Literal["all"] | Sequence[Task] = 256, samples: int = 1
+    ) -> list[Group]:
         """Plays tasks, or as many of an evaluation, `samples` episodes each.
 
         Raises:
@@ -61,7 +65,7 @@ class ScriptedAgent:
         try:
             groups = [
                 Group(task=t, episodes=tuple(self._play(t, expert) for _ in range(samples)))
-                for t in (self.split(tasks).tasks if isinstance(tasks, int) else tasks)
+                for t in (self.split(tasks).tasks if isinstance(tasks, int | str) else tasks)
             ]
         except NotImplementedError as error:
             raise ConfigError(

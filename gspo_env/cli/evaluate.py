@@ -40,8 +40,9 @@ class Evaluate:
     """Arguments of the environment, such as `hops=4`; they are added to a folder's own."""
     engine: str = ""
     """Engine that samples the actions; a trained folder's own by default."""
-    tasks: Annotated[int, Ge(0)] = 0
-    """Tasks; by default as many as the folder's training held out, or 256."""
+    tasks: Annotated[int, Ge(0)] | Literal["all"] = 0
+    """Tasks, or `all` of an environment that has a list of them; by default as many as the folder's
+    training held out, or 256."""
     samples: Annotated[int, Ge(1)] = 1
     """Episodes of each task, for pass@k and pass^k."""
     seed: Annotated[int, Interval(ge=0, lt=SEEDS)] | None = None

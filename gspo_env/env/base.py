@@ -168,6 +168,9 @@ class TextEnv(gymnasium.Env[str, str]):
     """Turns after which `end_turn` truncates the episode."""
     num_tasks: int | None = None
     """Number of different tasks that `reset` can draw, if they are few; None if it is unknown."""
+    num_eval_tasks: int | None = None
+    """Number of tasks for evaluation, if it is known (`--eval-tasks all`): as many successive seeds
+    from `gspo_env.seeding.HELD_OUT` on must draw each of them once, as `draw_index` does."""
 
     _turn: int = 0
     """Turns that `end_turn` has counted in this episode."""

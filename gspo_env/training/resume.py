@@ -161,7 +161,8 @@ def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> 
     # `auto` is what the run has decided, which its config.toml has
     if config.credit.score in ("auto", checkpoint.numbers["score"]["score"]):
         config = replace(config, credit=replace(config.credit, score=before.credit.score))
-    config = replace(config, eval_tasks=config.eval_tasks or before.eval_tasks)
+    if config.eval_tasks in (0, "all"):
+        config = replace(config, eval_tasks=before.eval_tasks)
     old, new = flatten(before), flatten(config)
     for name in sorted({*old, *new}):
         allowed = name.startswith(_CHANGEABLE) or (name == "env" and moved)

@@ -11,6 +11,7 @@ from support.pretend_judge import serve
 
 from gspo_env import check_env, format_tool_call, make_env, tool
 from gspo_env.errors import ConfigError, ToolServerError
+from gspo_env.seeding import HELD_OUT
 from gspo_envs.dialogue.env import ScriptedUser
 from gspo_envs.dialogue.task import PERSONAS, DialogueTask, Domain, Fact
 
@@ -139,6 +140,16 @@ def tau2_task(**criteria: Any) -> dict[str, Any]:
 def write(path: Path, value: Any) -> str:
     path.write_text(json.dumps(value))
     return str(path)
+
+
+def test_an_evaluation_plays_each_task_of_a_file_once_before_any_twice(tmp_path):
+    claims = [tau2_task(communicate_info=[str(n)]) for n in range(7)]
+    tasks = write(tmp_path / "tasks.json", claims)
+    env: Any = make_env("gspo/Dialogue-v0", domain=f"{__name__}:Shelf", tasks=tasks)
+    keys = [env.reset(seed=HELD_OUT + n)[1]["task_key"] for n in range(14)]
+    assert len(set(keys[:7])) == env.get_wrapper_attr("num_eval_tasks") == 7
+    assert sorted(keys[:7]) == sorted(keys[7:])
+    assert len({env.reset(seed=n)[1]["task_key"] for n in range(60)}) == 7
 
 
 def test_a_task_file_of_tau2_is_scored_by_database_and_communicated_texts(tmp_path, caplog):

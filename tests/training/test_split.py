@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.cli_errors import refused
 from support.runs import drawn
 from support.scripted_engine import Scripted
 from support.small_env import Small
 
 from gspo_agents.gspo import GSPOAgent
+from gspo_agents.scripted import ScriptedAgent
 from gspo_env.cli.main import main
 from gspo_env.env.base import attribute
 from gspo_env.env.registration import make_env
-from gspo_env.errors import EnvironmentContractError, RolloutError
+from gspo_env.errors import ConfigError, EnvironmentContractError, RolloutError
 from gspo_env.rollout import Collector, EnvPool, RolloutConfig, RolloutStats
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.training import hold_out, read_resets
@@ -176,6 +178,23 @@ def test_a_key_that_does_not_follow_from_the_seed_is_an_error(chat):
     tasks, held = training_tasks("x", 8), {"x": {"a"}}
     with pytest.raises(EnvironmentContractError, match="one task_key for each seed"):
         asyncio.run(running.collect(tasks, seed=0, group_size=8, held_out=held))
+
+
+def test_all_eval_tasks_are_those_of_each_environment_that_has_a_list(tmp_path, in_folder, capsys):
+    for name, count in (("a.jsonl", 30), ("b.jsonl", 50)):
+        Path(name).write_text("".join(f'{{"prompt": "{name} {n}?"}}\n' for n in range(count)))
+    env = ("a=gspo/Dataset-v0:0.9", "b=gspo/Dataset-v0:0.1")
+    kwargs = {name: {"data": f"{name}.jsonl", "held_out": 0.2} for name in "ab"}
+    config = drawn(env=env, env_kwargs=kwargs, eval_tasks="all")
+    agent = GSPOAgent(config=config)
+    assert agent.config.eval_tasks == 16
+    assert [(len(s.tasks), s.distinct) for s in agent.split().parts] == [(6, 6), (10, 10)]
+    assert str(agent.split(4)) != str(agent.split("all")) == str(agent.split())
+    with pytest.raises(ConfigError, match=r"gspo/Wordle-v0 has no num_eval_tasks"):
+        GSPOAgent(config=drawn(env="gspo/Wordle-v0", eval_tasks="all"))
+    assert "is 'al'; " in refused(capsys, "train", "--eval-tasks", "al")
+    with pytest.raises(ConfigError, match="gspo/Lookup-v0 has no num_eval_tasks"):
+        ScriptedAgent("gspo/Lookup-v0").split("all")
 
 
 def test_a_failing_reset_costs_one_task_of_the_evaluation(caplog):

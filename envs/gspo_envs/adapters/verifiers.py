@@ -56,7 +56,7 @@ class VerifiersEnv(RowEnv):
         settings = json.dumps(config or {}, sort_keys=True)
         self._play, tasks = _load_tasks(taskset, settings, limit)
         self._rows = TaskRows(tasks, held_out=held_out)
-        self.num_tasks = len(self._rows)
+        self.num_tasks, self.num_eval_tasks = len(self._rows), self._rows.num_held_out
         self._conversation: _Conversation | None = None
 
     def open(self, row: Any, index: int, seed: int) -> Any:

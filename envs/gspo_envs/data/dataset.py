@@ -103,7 +103,7 @@ class DatasetEnv(ToolEnv):
         self.rewards = Rewards("Dataset", rewards, weights)
         self.group_reward = self.rewards.of_group(success)
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
-        self.num_tasks = len(self._rows)
+        self.num_tasks, self.num_eval_tasks = len(self._rows), self._rows.num_held_out
         self.reply = load_function(reply, "reply") if isinstance(reply, str) else reply
         if reply is not None and not callable(self.reply):
             raise ConfigError(f"Dataset: reply is {reply!r}, expected a function or its place.")

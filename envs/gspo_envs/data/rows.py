@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import lru_cache
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from gspo_env.chat.messages import read_messages
 from gspo_env.env.base import ResetResult
 from gspo_env.episodes.schema import read_bounded
 from gspo_env.errors import ConfigError, MissingExtraError, RefusedError
-from gspo_env.seeding import HELD_OUT, fingerprint
+from gspo_env.seeding import HELD_OUT, draw_index, fingerprint
 
 COLUMNS = ("prompt", "messages", "conversations", "question")
 """Columns that may have the prompt: those of TRL, ShareGPT and GSM8K."""
@@ -65,6 +64,13 @@ class TaskRows:
         """Returns the number of rows, those for evaluation included."""
         return len(self._train) + len(self._eval or ())
 
+    @property
+    def num_held_out(self) -> int:
+        """The number of rows that evaluation seeds pick: all rows if none is held out."""
+        if self._eval is not None:
+            return len(self._eval)
+        return _count(len(self._train), self._share) or len(self._train)
+
     def pick(
         self, rng: np.random.Generator, seed: int | None = None, number: Any = None
     ) -> tuple[Any, int]:
@@ -75,8 +81,7 @@ class TaskRows:
         Raises:
             ConfigError: There is no row `number`.
         """
-        place = -1 if seed is None else seed - HELD_OUT
-        evaluation = place >= 0
+        evaluation = seed is not None and seed >= HELD_OUT
         rows = self._eval if evaluation and self._eval is not None else self._train
         if number is not None:
             if type(number) is not int or not 0 <= number < len(rows):
@@ -85,9 +90,7 @@ class TaskRows:
         # the held-out rows are spread evenly, so that no list of them is needed
         held = _count(len(rows), self._share)
         count = held if evaluation and held else len(rows) - held
-        drawn = int(rng.integers(count))
-        if evaluation:
-            drawn = place * _stride(count) % count
+        drawn = draw_index(rng, seed, count)
         if evaluation and held:
             drawn = self._place(drawn)
         elif held:  # passes over the held-out rows before it
@@ -97,11 +100,6 @@ class TaskRows:
     def _place(self, n: int) -> int:
         """Returns the index of the n-th held-out row."""
         return min(int((n + 1) / self._share + _ROUNDING), len(self._train)) - 1
-
-
-def _stride(count: int) -> int:
-    """Returns a step that meets each of so many places once, neighbours far apart."""
-    return next(n for n in range(int(count * 0.618) + 1, 2 * count + 2) if gcd(n, count) == 1)
 
 
 def _count(rows: int, share: float) -> int:

@@ -6,12 +6,13 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from gspo_env.env.base import Options, ResetResult
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import resolve
 from gspo_env.registry import load_function
 from gspo_env.rewards.client import ChatClient, Usage
 from gspo_env.runtime.loops import run_alone
-from gspo_env.seeding import fingerprint
+from gspo_env.seeding import draw_index, fingerprint
 from gspo_env.tools.tool import Tool, format_tool_call
 from gspo_env.types import ToolCall
 from gspo_envs.dialogue.task import REFUSAL, DialogueTask, Domain, read_tau2
@@ -180,17 +181,22 @@ class DialogueEnv(AnswerEnv):
                     "own domain, as module:Class or file.py:Class"
                 )
             self._tasks = read_tau2(tasks, instance.script())
-            self.num_tasks = len(self._tasks)
+            self.num_tasks = self.num_eval_tasks = len(self._tasks)
 
     @property
     def tools(self) -> tuple[Tool, ...]:  # type: ignore[override]
         """The tools of the domain."""
         return self.domain.tools
 
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
+        """Begins a dialogue."""
+        self._seed = seed
+        return super().reset(seed=seed, options=options)
+
     def draw(self, options: dict[str, Any]) -> str:
         """Draws a task and lets the user begin; `options={"task": n}` selects one of a file."""
         if self._tasks:
-            n = options.get("task", int(self.np_random.integers(len(self._tasks))))
+            n = options.get("task", draw_index(self.np_random, self._seed, len(self._tasks)))
             if type(n) is not int or not 0 <= n < len(self._tasks):
                 raise ConfigError(f"task is {n!r}; expected 0 to {len(self._tasks) - 1}")
             self._task = self._tasks[n]

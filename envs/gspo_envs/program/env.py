@@ -132,7 +132,7 @@ class ProgramEnv(TextEnv):
         self.rewards = Rewards("Program", rewards, weights)
         self.group_reward = self.rewards.of_group(success)
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
-        self.num_tasks = len(self._rows)
+        self.num_tasks, self.num_eval_tasks = len(self._rows), self._rows.num_held_out
         self._running: RunningProgram | None = None
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
