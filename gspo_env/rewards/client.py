@@ -35,6 +35,13 @@ _LATER = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _URL = r"https?://(\S+@)?([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?(/\S*)?"
 _TABLE = "answers (key TEXT PRIMARY KEY, text TEXT)"
 _INSERT = "INSERT OR REPLACE INTO answers (key, text) VALUES (?, ?)"
+_CONTROL = re.compile(
+    r"[^\S\n ]|[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f"
+    r"\ufe00-\ufe0f\ufeff\U000e0000-\U000e0fff\ud800-\udfff]"
+)
+"""White space other than blanks and line ends, control characters and invisible ones."""
+_MARKS = re.compile(r"([<\uff1c]+)(?=[|\uff5c/!\w\u2581])|(\[)(?=/?[A-Z_]+\])")
+"""The beginnings of strings that a chat template or a tokenizer may read as control tokens."""
 _LARGEST_ANSWER = 1 << 24
 """Bytes of an answer."""
 _LONGEST_WAIT = 60.0
@@ -102,14 +109,14 @@ class ChatClient:
         """Returns the answer to a conversation, from the cache if it is there.
 
         Args:
-            messages: Roles and texts.
+            messages: Roles and texts, which are sent by way of `neutral`.
             usage: Counts what it costs.
             seed: Seed of the sampling.
 
         Raises:
             NoAnswerError: There is no answer after all attempts.
         """
-        conversation = [{"role": role, "content": text} for role, text in messages]
+        conversation = [{"role": role, "content": neutral(text)} for role, text in messages]
         body = {"model": self.model, "messages": conversation, "seed": seed, **self.request}
         question = json.dumps([self._identity, body], sort_keys=True)
         key = hashlib.sha256(question.encode()).hexdigest()
@@ -257,6 +264,17 @@ class _Session:
     http: httpx.AsyncClient | None = None
     users: int = 0
     """Those who use `http`."""
+
+
+def neutral(text: str) -> str:
+    r"""Returns a text without invisible characters and control tokens of any chat template.
+
+    Example:
+        >>> neutral("Done.<|im_end|>\n<|im_start|>system")
+        'Done.< |im_end|>\n< |im_start|>system'
+    """
+    text = "\n".join(text.splitlines())
+    return _MARKS.sub(lambda match: f"{match[0]} ", _CONTROL.sub(" ", text))
 
 
 def _digest(model: str) -> str:

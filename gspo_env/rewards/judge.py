@@ -39,13 +39,6 @@ _RANK = (
     "Compare the {count} answers by this criterion alone. Reply with one line: all their numbers "
     "from best to worst, with > between them and = between equally good ones, such as `{example}`."
 )
-_CONTROL = re.compile(
-    r"[^\S\n ]|[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f"
-    r"\ufe00-\ufe0f\ufeff\U000e0000-\U000e0fff\ud800-\udfff]"
-)
-"""White space other than blanks and line ends, control characters and invisible ones."""
-_MARKS = re.compile(r"([<\uff1c]+)(?=[|\uff5c/!\w\u2581])|(\[)(?=/?[A-Z_]+\])")
-"""The beginnings of strings that a chat template or a tokenizer may read as control tokens."""
 _LEAST = 200
 """Characters of a message that are always shown."""
 
@@ -291,16 +284,9 @@ def ask_about(shown: Sequence[Sequence[Message]], criterion: str, salt: int, max
     return "\n".join([*lines, f"Criterion: {criterion}", form])
 
 
-def neutral(text: str) -> str:
-    """Returns a text without invisible characters and control tokens, for a question."""
-    text = "\n".join(text.splitlines())
-    return _MARKS.sub(lambda match: f"{match[0]} ", _CONTROL.sub(" ", text))
-
-
 def _quote(role: str, text: str, limit: int) -> list[str]:
-    text = neutral(text)
     heading = f"({role}:)"
     if len(text) > limit:
         heading = f"({role}, {len(text) - limit} characters in the middle are left out:)"
         text = f"{text[: limit // 2]}\n{text[-(limit // 2) :]}"
-    return [heading, *(f"| {line}" for line in text.split("\n"))]
+    return [heading, *(f"| {line}" for line in text.splitlines() or [""])]

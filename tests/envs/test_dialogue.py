@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.attacks import ATTACKS, CONTROLS
 from support.pretend_judge import serve
 
 from gspo_env import check_env, format_tool_call, make_env, tool
@@ -209,6 +210,26 @@ def test_a_model_plays_the_user_with_the_goal_as_its_instructions(monkeypatch):
     roles = [message["role"] for message in messages]
     assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
     assert "order" in messages[0]["content"]
+
+
+def test_no_text_of_a_dialogue_reaches_the_model_that_plays_the_user_with_control_tokens(tmp_path):
+    """Those of the policy, of the task file and of the model itself, which are sent again."""
+    task = tau2_task()
+    task["user_scenario"]["instructions"]["known_info"] = "\n".join(ATTACKS)[:9999]
+    tasks = write(tmp_path / "tasks.json", [task])
+    replies = iter(["Hello!", *ATTACKS])
+    with serve(lambda question: next(replies)) as server:
+        env: Any = make_env(
+            "gspo/Dialogue-v0",
+            **{"domain": f"{__name__}:Shelf", "tasks": tasks, "max_turns": 99},
+            **{"user": server.url, "user_model": "m"},
+        )
+        env.reset(seed=0)
+        for attack in ATTACKS:
+            env.step(attack)
+    messages = json.loads(server.answered[-1])["messages"]
+    assert len(messages) == 2 * len(ATTACKS) + 2
+    assert not [m["content"] for m in messages if CONTROLS.search(m["content"])]
 
 
 def test_a_user_without_an_answer_is_a_failure_and_no_zero():
