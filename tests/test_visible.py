@@ -1,5 +1,6 @@
 """Text that a stranger wrote does not act on a terminal, an editor or a picture."""
 
+import io
 import logging
 import unicodedata
 
@@ -8,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support.jails import run_python
 from support.turns import episode, turn
 
 from gspo_env.cli.main import main
 from gspo_env.config import Config
+from gspo_env.env.registration import hide_progress_bars
 from gspo_env.episodes.text import render_episode
 from gspo_env.errors import ConfigError
-from gspo_env.model.load import save_model
+from gspo_env.model.load import load_model, save_model
 from gspo_env.redaction import visible
 from gspo_env.runs import Run, learning_curve
 from gspo_env.tracking.console import Progress
@@ -71,15 +72,15 @@ def test_the_name_of_a_folder_has_no_escape_sequence(capsys, tmp_path):
     assert not {"\x1b", "\x07", "\r", "\u202e"} & set("".join(capsys.readouterr()))
 
 
-def test_the_names_of_tensors_have_no_escape_sequence(capfd, tmp_path, model, tokenizer):
+def test_the_names_of_tensors_have_no_escape_sequence(monkeypatch, tmp_path, model, tokenizer):
     save_model(model, tokenizer, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     save_file({**weights, HOSTILE: torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
-    code = (
-        "import sys; from gspo_env.env.registration import hide_progress_bars; "
-        "from gspo_env.model.load import load_model; hide_progress_bars(); load_model(sys.argv[1])"
-    )
-    said = run_python("-c", code, str(tmp_path), check=True).stderr
+    hide_progress_bars()
+    handler, *_ = logging.getLogger("transformers").handlers
+    monkeypatch.setattr(handler, "stream", io.StringIO())
+    load_model(str(tmp_path))
+    said = handler.stream.getvalue()
     assert "forged" in said or "31m" in said
     assert not {"\x1b", "\x07", "\r", "\u202e"} & set(said)
 

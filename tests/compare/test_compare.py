@@ -661,7 +661,7 @@ def test_a_comparison_whose_runs_all_fail_is_an_error_without_tracebacks(
 ):
     tokenizer.save_pretrained("words")
     Path("words/config.json").write_text('{"model_type": "qwen3"}')
-    arguments = "--model ./words --arm gamma=0.5,1.0 --seeds 1 --tracker none --workers 1"
+    arguments = "--model ./words --arm gamma=0.5,1.0 --seeds 1 --tracker none --workers 2"
     with pytest.raises(SystemExit) as ended:
         main(["compare", *arguments.split(), "--output", "out"])
     out, err = capfd.readouterr()

@@ -314,8 +314,9 @@ def test_silence_and_too_much_time_are_failures_unless_they_are_listed(make):
             with pytest.raises(EnvironmentHangError, match=limit):
                 env.reset(options={"row": 0})
         for ends in ((), ("silence",)):
-            env = make(program, silence=0.3, ends=ends)
+            env = make(program, ends=ends)
             env.reset(options={"row": 1})
+            env.unwrapped.silence = 0.3
             with contextlib.nullcontext() if ends else pytest.raises(EnvironmentHangError):
                 assert env.step("y")[1:4] == (0.0, False, True)
     finally:
@@ -323,9 +324,10 @@ def test_silence_and_too_much_time_are_failures_unless_they_are_listed(make):
     assert eventually(lambda: not program_threads())
 
 
-def test_waiting_for_the_policy_does_not_count_as_the_programs_time(begin):
-    env = begin(one_question, timeout=0.5)
-    time.sleep(0.8)
+def test_waiting_for_the_policy_does_not_count_as_the_programs_time(begin, monkeypatch):
+    env = begin(one_question, timeout=20.0)
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 100.0)
     assert env.step("1")[2]
 
 
@@ -365,16 +367,21 @@ def test_a_task_that_the_program_changes_is_not_changed_for_others(begin):
 
 
 def test_a_request_that_the_program_gives_up_is_no_turn_unless_the_policy_had_begun(make):
+    given_up = threading.Event()
+
     def program(task, base_url, api_key):
         for text in ("given up", "given up too"):
             body = {"messages": [{"role": "user", "content": text}]}
             with contextlib.suppress(httpx2.TimeoutException):
-                post(base_url, api_key, "/chat/completions", body, timeout=0.2)
+                limit = httpx2.Timeout(20.0, read=0.5)
+                post(base_url, api_key, "/chat/completions", body, timeout=limit)
+        given_up.set()
         ask(base_url, api_key, "kept")
 
     env = make(program)
     assert env.reset(seed=0)[0] == "given up"  # it had arrived
-    time.sleep(0.8)
+    assert given_up.wait(30)
+    time.sleep(0.2)  # until the server has seen it
     assert env.step("into the void")[0] == "kept"
     assert env.step("x")[2]
 

@@ -14,13 +14,17 @@ import pytest
 from support import rollouts
 from support.jails import run_python
 from support.rollouts import collector, episodes
+from support.scripted_engine import Scripted
 from support.small_env import Small
 
 from gspo_env.env.base import TextEnv
 from gspo_env.errors import RolloutError
+from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.rollout.play import play as play_episode
 from gspo_env.rollout.play import play_now
+from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.runtime.threads import EnvThread
 from gspo_env.types import FAILURES, StopReason, Task
 
@@ -262,9 +266,19 @@ class Stuck(Asks):
         return super().step(action)
 
 
-def test_a_call_that_never_returns_costs_one_attempt_and_is_counted(player):
+def quick(chat, env, **limits):
+    """A collector whose episodes take no time where nothing hangs."""
+    return Collector(
+        Scripted(lambda prompt_ids, sampling: (chat.stop_ids[0],)),
+        chat,
+        EnvPool(env),
+        RolloutConfig(max_turn_tokens=8, max_context=256, episode_timeout=1.0, **limits),
+    )
+
+
+def test_a_call_that_never_returns_costs_one_attempt_and_is_counted(chat):
     env = type("Fresh", (Stuck,), {"stuck": {0}, "release": threading.Event()})
-    running = collector(player, env, episode_timeout=1.0, max_turn_tokens=400)
+    running = quick(chat, env)
     try:
         groups = play(running)
         metrics = RolloutStats(groups, 1.0).metrics()
@@ -278,10 +292,9 @@ def test_a_call_that_never_returns_costs_one_attempt_and_is_counted(player):
         running.pool.close()
 
 
-@pytest.mark.slow
-def test_too_many_threads_that_hang_stop_the_run(player):
+def test_too_many_threads_that_hang_stop_the_run(chat):
     env = type("Fresh", (Stuck,), {"stuck": set(range(5)), "release": threading.Event()})
-    running = collector(player, env, episode_timeout=3.0, max_turn_tokens=400)
+    running = quick(chat, env)
     running.pool.max_stuck = 2
     try:
         with pytest.raises(RolloutError, match=r"[345] environments hang.*rollout.isolation"):

@@ -177,7 +177,8 @@ def test_an_environment_that_does_not_replay_is_refused_by_name(chat, flaw):
 def test_a_run_branches_in_training_only_and_counts_the_share_that_was_played():
     every = {"name": f"{FILE}:Every", "every": 2, "continuations": 2}  # of 4 turns
     rows = {"advantage": f"{FILE}:BranchBaseline", "rollout": {"group_size": 2}}
-    config = runs.tiny(env="gspo/KeyDoor-v0", recipe={"imitation_steps": 150})
+    recipe = {"hidden_size": 16, "layers": 1, "heads": 2, "imitation_learning_rate": 0.02}
+    config = runs.tiny(env="gspo/KeyDoor-v0", recipe=recipe)
     with pytest.raises(ConfigError, match="which would weigh a branch as a whole"):
         GSPOAgent(config=override(config, {"branching": every})).train()
     history = GSPOAgent(config=override(config, {"branching": every, **rows})).train()
