@@ -175,6 +175,46 @@ def test_a_long_result_is_cut(play):
     assert len(observation) < 8300
 
 
+TEA = '{"item": "t\u00e9", "n": 3}'
+
+
+@pytest.mark.parametrize(
+    ("texts", "structure", "observation"),
+    [
+        (["Found it."], TEA, f"Found it.\n{TEA}"),
+        ([""], TEA, TEA),
+        ([], TEA, TEA),
+        (["done", "ok"], '{"result": [1, 2]}', 'done\nok\n{"result": [1, 2]}'),
+        (["15 apples"], '{"result": 5}', '15 apples\n{"result": 5}'),
+        (["1"], '{"result": true}', '1\n{"result": true}'),
+        (["x"], "{}", "x"),
+        (["x"], "null", "x"),
+        ([TEA], TEA, TEA),
+        (['{\n  "n": 3,\n  "item": "t\\u00e9"\n}'], TEA, '{\n  "n": 3,\n  "item": "t\\u00e9"\n}'),
+        (["{'item': 't\u00e9', 'n': 3}"], TEA, "{'item': 't\u00e9', 'n': 3}"),
+        ([f"```json\n{TEA}\n```"], TEA, f"```json\n{TEA}\n```"),
+        (["Found it.", TEA], TEA, f"Found it.\n{TEA}"),
+        (["5"], '{"result": 5}', "5"),
+        (["5"], '{"result": "5"}', "5"),
+        (["5"], '{"count": 5}', '5\n{"count": 5}'),
+        (["a", "5"], '{"result": ["a", "5"]}', "a\n5"),
+        (["1", '{"n": 2}'], '{"result": [1, {"n": 2}]}', '1\n{"n": 2}'),
+        (["[" * 9999], TEA, "[" * 8192 + "... (cut, 10022 characters)"),
+    ],
+)
+def test_the_policy_reads_text_and_structure_once(http, texts, structure, observation):
+    with contextlib.closing(make(http, session="process")) as env:
+        env.reset(seed=0)
+        assert call(env, "result", texts=texts, structure=structure)[0] == observation
+        shown = call(env, "result", texts=[], structure=structure, image=True)[0]
+        assert shown.split("\n") == ["[image left out]", structure][: 1 + (structure != "null")]
+
+
+def test_what_a_server_makes_of_a_list_is_read_once(server, play):
+    shown = call(play(server), "stock", items=["tea", "jam"])[0]
+    assert [shown.count(word) for word in ("tea", "jam", "item", "result")] == [1, 1, 2, 0]
+
+
 def test_many_environments_call_at_once_and_each_gets_its_own_answer(http):
     envs = [make(http, session="process" if n % 2 else "env") for n in range(16)]
 

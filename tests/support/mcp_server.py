@@ -1,10 +1,12 @@
 """A real MCP server for the tests: `python mcp_server.py [PORT]`; without a port over stdio."""
 
+import json
 import os
 import sys
 import time
 
 from mcp.server.mcpserver import Context, MCPServer
+from mcp.types import CallToolResult, ImageContent, TextContent
 
 server = MCPServer("workshop")
 memory: list[str] = []
@@ -67,6 +69,20 @@ def variable(name: str) -> str:
 def header(name: str, context: Context) -> str:
     """Give a header of the request."""
     return str(context.request_context.request.headers.get(name))
+
+
+@server.tool()
+def result(texts: list[str], structure: str, image: bool = False) -> CallToolResult:
+    """Give texts, an image, and a structure in JSON."""
+    content = [TextContent(text=text) for text in texts]
+    content += [ImageContent(data="eA==", mime_type="image/png")] * image
+    return CallToolResult(content=content, structured_content=json.loads(structure))
+
+
+@server.tool()
+def stock(items: list[str]) -> list[dict[str, str | int]]:
+    """Give the stock of items."""
+    return [{"item": item, "count": n} for n, item in enumerate(items)]
 
 
 if len(sys.argv) > 1:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from gspo_env.env.base import Options, ResetResult
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError, ToolServerError
+from gspo_env.tools.arguments import decode
+from gspo_env.tools.python import literal
 from gspo_env.tools.schema import arguments_validator
 from gspo_env.tools.tool import Tool
 from gspo_envs.data.dataset import DatasetEnv
@@ -191,12 +193,44 @@ def _as_tool(server: MCPServer, listed: Any, function: Callable[..., Any]) -> To
 
 
 def _result_text(result: Any) -> str:
-    parts = []
+    """Returns the texts of a result, and its structure if they do not repeat it."""
+    texts, parts = [], []
     for block in result.content[:_MOST_BLOCKS]:
         text = getattr(getattr(block, "resource", block), "text", None)
-        parts.append(text if text is not None else f"[{block.type} left out]")
+        texts += [text] if text else []
+        parts.append(f"[{block.type} left out]" if text is None else text)
     if len(result.content) > _MOST_BLOCKS:
         parts.append(f"[{len(result.content) - _MOST_BLOCKS} more blocks left out]")
-    if not parts and result.structured_content is not None:
-        parts.append(json.dumps(result.structured_content))
-    return "\n".join(parts)
+    structure = result.structured_content
+    if structure is not None and not (texts and _repeats(texts, structure)):
+        parts.append(json.dumps(structure, ensure_ascii=False))
+    return "\n".join(filter(None, parts))
+
+
+def _repeats(texts: Sequence[str], structure: Mapping[str, Any]) -> bool:
+    """Returns whether texts contain a structure, as JSON, as Python or as plain text.
+
+    Servers put a value that is not an object under `result`, and write each item of a list as a
+    text of its own.
+    """
+    value = structure["result"] if structure.keys() == {"result"} else structure
+    values = [{_canonical(text), _canonical(_read(text))} for text in texts]
+    items = value if isinstance(value, list) and len(value) == len(texts) else ()
+    written = "".join(json.dumps(structure, ensure_ascii=False).split())
+    return (
+        not structure
+        or any(_canonical(each) in forms for forms in values for each in (structure, value))
+        or bool(
+            items and all(_canonical(i) in forms for i, forms in zip(items, values, strict=True))
+        )
+        or written in "".join("".join(texts).split())
+    )
+
+
+def _read(text: str) -> Any:
+    value, _, fault = decode(text, whole=True)
+    return literal(text) if fault else value
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
