@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import string
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Text
+from gymnasium.vector.utils.shared_memory import create_shared_memory
 from numpy.typing import NDArray
 
 from gspo_env.chat.fields import clean as clean
@@ -117,6 +118,19 @@ class UnicodeText(Text):
     def __repr__(self) -> str:
         """Shows the bounds."""
         return f"UnicodeText({self.max_length}, min_length={self.min_length})"
+
+
+@create_shared_memory.register(UnicodeText)
+def _refuse_shared_memory(space: UnicodeText, n: int = 1, ctx: Any = None) -> NoReturn:
+    """Refuses what would read every text as thousands of times the same letter.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError(
+        "shared_memory is True, and Gymnasium's shared memory holds no Unicode texts; expected "
+        'False, as in gymnasium.make_vec(id, 8, "async", vector_kwargs={"shared_memory": False})'
+    )
 
 
 class TextEnv(gymnasium.Env[str, str]):

@@ -27,6 +27,18 @@ def play(env, seed, noise=0.0):
     return prompt, steps
 
 
+def test_a_vector_of_environments_has_their_texts_or_is_refused():
+    one = gymnasium.make("gspo/Wordle-v0").reset(seed=1)[0]
+    for mode, options in (("sync", {}), ("async", {"shared_memory": False})):
+        several = gymnasium.make_vec("gspo/Wordle-v0", 2, mode, vector_kwargs=options)
+        assert several.reset(seed=[1, 2])[0] == (one, one)
+        texts = several.step(("<guess>crane</guess>", "<guess>\N{SNOWMAN}</guess>"))[0]
+        assert texts[0].startswith("crane ")
+        several.close()
+    with pytest.raises(ConfigError, match=r'vector_kwargs=."shared_memory": False.'):
+        gymnasium.make_vec("gspo/Wordle-v0", 2, "async")
+
+
 @pytest.fixture(params=IDS)
 def env(request):
     return make_env(request.param)
