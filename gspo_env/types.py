@@ -402,11 +402,14 @@ class Episode:
     """The `info` of `reset`."""
 
     @property
+    def total_reward(self) -> float:
+        """The sum of the turns' rewards."""
+        return float(sum(turn.reward for turn in self.turns))
+
+    @property
     def outcome(self) -> float:
         """The episodic reward: the environment's own, else the sum of the turns' rewards."""
-        if self.ending.outcome is not None:
-            return self.ending.outcome
-        return float(sum(turn.reward for turn in self.turns))
+        return self.total_reward if self.ending.outcome is None else self.ending.outcome
 
     @property
     def success(self) -> bool:

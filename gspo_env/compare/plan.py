@@ -80,6 +80,22 @@ class Comparison:
         """Returns the config of one run."""
         return replace(untracked(change(self.problems[problem], arm.changes)), seed=seed)
 
+    @property
+    def left_out(self) -> str:
+        """Says which arms' groups the metric does not cover; empty if it covers all."""
+        base = self.metric.startswith("rollout/") and "_played" not in self.metric
+        configs = [
+            change(problem, arm.changes) for problem in self.problems.values() for arm in self.arms
+        ]
+        most = max(config.supply.max_resamples for config in configs)
+        if not base or not most:
+            return ""
+        return (
+            f"{self.metric} covers only the groups that are trained on, and with "
+            f"supply.max_resamples {most} others are played and left out: it is no measure of the "
+            "policy; --metric eval/success is one."
+        )
+
     def same_start(self, problem: str, arm: Arm) -> bool:
         """Returns whether an arm starts from the same model as the first one."""
         first = self.config(problem, self.arms[0], 0)

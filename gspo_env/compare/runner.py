@@ -190,6 +190,8 @@ def compare(
     _check_models(comparison)
     check_trackers(tracker)
     _claim(comparison, output)
+    if comparison.left_out:
+        say(comparison.left_out)
     runs = list(planned(comparison, output))
     with Recorder(tracker, output, _describe(comparison), say) as record:
         ended = {}

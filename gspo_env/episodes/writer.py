@@ -220,7 +220,7 @@ def _episode(episode: Episode, hidden: bool) -> dict[str, Any]:
         "task_key": None if (key := episode.reset.task_key) is None else clean(key),
         "num_turns": len(episode.turns),
         "num_sequences": len(set(range(len(episode.turns))) - set(episode.parents)),
-        "total_reward": float(sum(turn.reward for turn in episode.turns)),
+        "total_reward": episode.total_reward,
         "outcome": float(episode.outcome),
         "own_outcome": episode.ending.outcome is not None,
         "success": bool(episode.success),

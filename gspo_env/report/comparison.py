@@ -195,6 +195,7 @@ def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
     for n, row in enumerate(rows):
         lost = not _has_curve(row)
         difference = f"{row.difference.middle:+.3f}{row.difference.bounds}"
+        difference = "equal" if _equals(row, rows[0]) else difference
         scores = [str(Score.of(row.areas)), str(Score.of(row.finals))]
         line = [
             row.arm.name,
@@ -234,15 +235,25 @@ def conclusion(metric: str, rows: Sequence[Row], tests: int = 0) -> str:
     if not any(map(_has_curve, rows)):
         return "All runs failed."
     sentences = [f"{metric} ends at {', at '.join(map(_end, rows))}."]
+    # a run that failed is constant, and lower than the others
+    rises = [float((row.finals - row.curves[:, 0]).mean()) for row in rows]
+    if len(rows[0].episodes) > 1 and max(rises) <= 0:
+        starts = np.concatenate([np.sort(row.curves[:, 0])[row.failed :] for row in rows])
+        sentences.append(f"It rises with no arm: the runs begin at {_range(starts)}.")
+    if equal := [row.arm.name for row in others if _equals(row, rows[0])]:
+        sentences.append(
+            f"{', '.join(equal)}: equal to {first} in every value, so what differs had no effect."
+        )
     for sign, word in ((1, "better"), (-1, "worse")):
         if names := [row.arm.name for row in others if row.direction == sign]:
             sentences.append(f"{', '.join(names)}: {word} than {first}.")
-    if unclear := [row.arm.name for row in others if not row.direction]:
+    unclear = [row.arm.name for row in others if not row.direction and row.arm.name not in equal]
+    if unclear:
         about = f" for {', '.join(unclear)}" if len(unclear) < len(others) else ""
         seeds = f"{pairs} seed{'s'[: pairs > 1]}"
         needed = stats.fewest_pairs(0.05 / (tests or len(others)))
         sentences.append(
-            f"{seeds} cannot show a difference{about}; {needed} can."
+            f"{seeds} cannot show a difference{about}. {needed} seeds can."
             if pairs < needed
             else f"No difference is shown{about}; more than {seeds} can show a smaller one."
         )
@@ -254,13 +265,22 @@ def _has_curve(row: Row) -> bool:
     return row.failed < len(row.finals)
 
 
+def _equals(row: Row, first: Row) -> bool:
+    """Returns whether the runs of an arm have the same values as those of the first."""
+    return _has_curve(row) and np.array_equal(row.curves, first.curves)
+
+
+def _range(scores: FloatArray) -> str:
+    low, high = f"{scores.min():.2f}", f"{scores.max():.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
 def _end(row: Row) -> str:
     """Returns the range of the final scores of the runs that did not fail."""
     scores = np.sort(row.finals)[row.failed :]
     if not len(scores):
         return f"nothing with {row.arm.name}, whose runs all failed"
-    low, high = f"{scores[0]:.2f}", f"{scores[-1]:.2f}"
-    return f"{low if low == high else f'{low} to {high}'} with {row.arm.name}"
+    return f"{_range(scores)} with {row.arm.name}"
 
 
 def limits(rows: Sequence[Row], tests: int) -> str:
@@ -270,21 +290,22 @@ def limits(rows: Sequence[Row], tests: int) -> str:
         rows: The arms of a problem.
         tests: Number of tests over all problems.
     """
-    if not any(map(_has_curve, rows)):
+    if not any(map(_has_curve, rows)) or all(_equals(row, rows[0]) for row in rows):
         return ""
     pairs, level = len(rows[0].areas), 0.05 / tests
-    seeds, least = f"{pairs} seed{'s'[: pairs > 1]}", ""
+    seeds, needed = f"{pairs} seed{'s'[: pairs > 1]}", stats.fewest_pairs(level)
+    least = ""
     if pairs > 1:
         variances = [float((row.areas - rows[0].areas).var(ddof=1)) for row in rows[1:]]
         spread = float(np.sqrt(np.mean(variances)))
-        smallest = stats.smallest_difference(spread, pairs, alpha=level) if spread > 0 else 0.0
-        least = f" below {smallest:.2g}" if smallest else ""
-    needed = stats.fewest_pairs(level)
+        count = max(pairs, needed)
+        smallest = stats.smallest_difference(spread, count, alpha=level) if spread > 0 else 0.0
+        least = f"{smallest:.2g} (power 0.8)" if smallest else ""
     if pairs >= needed:
-        return f"{seeds} cannot show a difference{least} (power 0.8); more can."
+        return f"{seeds} cannot show a difference{least and f' below {least}'}. More seeds can."
     return (
-        f"{seeds} cannot show a difference{least}; {needed} can. The smallest p-value of {seeds} "
-        f"is {min(1.0, 2 / 2**pairs):.3f} before the correction."
+        f"{seeds} cannot show a difference: the smallest p-value is {min(1.0, 2 / 2**pairs):.3f} "
+        f"before the correction. {needed} seeds can show one{least and f' of {least}'}."
     )
 
 
@@ -314,7 +335,7 @@ def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
     other = [row.arm.name for row in rows if not comparison.same_start(name, row.arm)]
     if other:
         text += f" {', '.join(other)}: another start than the first arm."
-    return text.strip()
+    return f"{text} {comparison.left_out}".strip()
 
 
 def _method(comparison: Comparison) -> str:
@@ -344,7 +365,16 @@ def write_report(
         folder: Where the files go.
         command: The command that made the report, which the page shows.
     """
-    sections: list[Section] = []
+    sections = [
+        Section(
+            title="Arms",
+            text="What differs between them:",
+            items=[
+                f"{arm.name}: {json.dumps(redact(dict(arm.changes)), default=repr)}"
+                for arm in comparison.arms
+            ],
+        )
+    ]
     folded = [Section(title=METHODS, text=_method(comparison), folded=True)]
     tests = len(comparison.problems) * (len(comparison.arms) - 1)
     for name, rows in summarise(comparison, results).items():
@@ -376,15 +406,10 @@ def _origin(comparison: Comparison, command: str) -> Iterator[Section]:
     """Yields with which command, version and settings the results were made, and when."""
     created = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     by = f" by {redact_text(command)}" if command else ""
-    arms = [
-        f"{arm.name}: {json.dumps(redact(dict(arm.changes)), default=repr)}"
-        for arm in comparison.arms
-    ]
     settings = {name: to_toml(config) for name, config in comparison.problems.items()}
     yield Section(
         title="How it was made",
         folded=True,
         text=f"gspo_env {gspo_env.__version__}, {created}{by}.",
-        items=arms,
         blocks=settings,
     )

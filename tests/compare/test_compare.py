@@ -19,7 +19,7 @@ from gspo_env.cli.main import main
 from gspo_env.compare import Arm, Comparison, Result, compare, grid, parse, planned, read, stats
 from gspo_env.compare.plan import check_metric, check_table
 from gspo_env.compare.runner import Recorder, mixed_scores
-from gspo_env.config import from_dict, to_toml
+from gspo_env.config import from_dict, override, to_toml
 from gspo_env.errors import ConfigError, ModelError, OutputError, UnknownEnvironmentError
 from gspo_env.report.comparison import METHODS, conclusion, limits, summarise, table, write_report
 from gspo_env.runs import Run
@@ -433,10 +433,11 @@ def test_a_failed_run_ranks_below_the_worst_run_in_every_statistic(
 @pytest.mark.parametrize(
     ("seeds", "gain", "broken", "words"),
     [
-        (3, 0.3, (), "3 seeds cannot show a difference; 6 can."),
+        (3, 0.3, (), "3 seeds cannot show a difference. 6 seeds can."),
         (8, 0.3, (), "token: better than sequence."),
+        (2, None, (), "begin at 0.25 to 0.26. token: equal to sequence in every value, so"),
         (8, 0.0, (), "No difference is shown; more than 8 seeds can show a smaller one."),
-        (3, 0.3, (0, 1, 2), "at nothing with token, whose runs all failed. 3 seeds cannot"),
+        (3, 0.3, (0, 1, 2), "at 0.25 to 0.27. 3 seeds cannot show a difference. 6"),
     ],
 )
 def test_a_report_begins_with_where_the_arms_end_and_folds_its_methods(
@@ -448,6 +449,8 @@ def test_a_report_begins_with_where_the_arms_end_and_folds_its_methods(
     steps = (0, comparison.problems["one"].steps)
     for n, result in enumerate(results):
         if result.run.arm.name == "token" and not result.error:
+            if gain is None:
+                continue
             value = 0.25 + gain + result.run.seed / 100 + 0.001 * (-1) ** result.run.seed
             history = [(step, {"eval/success": value}) for step in steps]
             results[n] = result_of(result.run, history)
@@ -455,13 +458,54 @@ def test_a_report_begins_with_where_the_arms_end_and_folds_its_methods(
     lead, _, rest = (tmp_path / "report.md").read_text().partition(f"## {METHODS}")
     assert f"eval/success ends at 0.25 to 0.{24 + seeds + (seeds == 1)} with sequence, at " in lead
     assert words in lead
+    assert ("at nothing with token, whose runs all failed. It rises" in lead) == bool(broken)
+    assert ("| equal |" in lead) == (gain is None)
+    assert lead.index("sequence: ") < lead.index("ends at")
+    assert "It rises with no arm: the runs begin at 0.25 to " in lead
     assert "Holm" not in lead
     assert "Holm" in rest
-    if not broken:
+    if not broken and gain is not None:
         assert "The curves have no more than two points" in lead
         assert "--eval-every 1 gives more." in lead
     page = (tmp_path / "report.html").read_text()
     assert page.index(words) < page.index("<table>") < page.index("<details><summary><strong>")
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ((0.25, 0.22), "It rises with no arm: the runs begin at 0.28."),
+        ((0.25, 0.30), None),
+        ((0.28, 0.28), "It rises with no arm: the runs begin at 0.28. b: equal to a in every"),
+    ],
+)
+def test_a_conclusion_says_whether_any_arm_learns(tmp_path, ends, words):
+    comparison, end = two("a", "b", seeds=2), dict(zip("ab", ends, strict=True))
+    results = results_of(
+        comparison,
+        tmp_path,
+        lambda run: [(0, {"eval/success": 0.28}), (1, {"eval/success": end[run.arm.name]})],
+    )
+    text = conclusion("eval/success", summarise(comparison, results)["one"])
+    assert text.startswith(f"eval/success ends at {ends[0]:.2f} with a, at {ends[1]:.2f} with b.")
+    assert words in text if words else "It rises" not in text
+    assert ("2 seeds cannot show a difference. 6 seeds can." in text) == (ends[0] != ends[1])
+
+
+def test_a_metric_that_covers_only_trained_groups_is_named(tmp_path):
+    base = override(small(), {"supply": {"max_resamples": 2}})
+    for metric, words in (
+        ("rollout/success", "covers only the groups that are trained on"),
+        ("rollout/success_played", ""),
+        ("eval/success", ""),
+    ):
+        comparison = two(problems={"one": base}, metric=metric, seeds=1)
+        assert words in comparison.left_out
+        assert bool(words) == bool(comparison.left_out)
+        results = results_of(comparison, tmp_path, lambda run, m=metric: [(1, {m: 0.5})])
+        write_report(comparison, results, tmp_path)
+        assert words in (tmp_path / "report.md").read_text()
+    assert not two(metric="rollout/success").left_out
 
 
 def test_all_statistics_begin_with_the_differences_that_the_seeds_can_show(tmp_path):
@@ -475,14 +519,17 @@ def test_all_statistics_begin_with_the_differences_that_the_seeds_can_show(tmp_p
 
     results = results_of(comparison, tmp_path, history)
     rows = summarise(comparison, results)["one"]
-    shown = r"8 seeds cannot show a difference below 0\.\d+ \(power 0\.8\); more can\."
+    shown = r"8 seeds cannot show a difference below 0\.\d+ \(power 0\.8\)\. More seeds can\."
     assert re.fullmatch(shown, limits(rows, 2))
     few = dataclasses.replace(comparison, seeds=3)
     rows = summarise(few, [r for r in results if r.run.seed < 3])["one"]
     text = limits(rows, 2)
-    assert re.match(r"3 seeds cannot show a difference below 0\.\d+; 7 can\. ", text)
-    assert text.endswith("The smallest p-value of 3 seeds is 0.250 before the correction.")
-    assert "; 9 can" in limits(rows, 8)
+    assert re.fullmatch(
+        r"3 seeds cannot show a difference: the smallest p-value is 0\.250 before the correction\. "
+        r"7 seeds can show one of 0\.\d+ \(power 0\.8\)\.",
+        text,
+    )
+    assert " 9 seeds can" in limits(rows, 8)
 
 
 def test_the_area_is_that_of_the_trapezoidal_rule_whatever_the_spacing_of_the_points(tmp_path):
