@@ -141,6 +141,20 @@ def finite_number(text: str) -> float:
     return value
 
 
+def whole_numbers(tree: Any) -> Any:
+    """Returns JSON whose numbers without a fraction are integers, as in JSON Schema.
+
+    Example:
+        >>> whole_numbers({"count": 3.0, "share": 0.5})
+        {'count': 3, 'share': 0.5}
+    """
+    if isinstance(tree, dict):
+        return {key: whole_numbers(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [whole_numbers(item) for item in tree]
+    return int(tree) if isinstance(tree, float) and tree.is_integer() else tree
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(keys := dict(pairs)) < len(pairs):
         raise ValueError("an object has a key twice")
@@ -257,8 +271,7 @@ def _typed(text: str, kinds: set[str], values: Sequence[Any]) -> Any:
     if fault:
         is_literal = kinds & {"array", "object"} or (not kinds and _PYTHON_VALUE.fullmatch(word))
         value = literal(word) if is_literal else text
-    if isinstance(value, float) and value.is_integer() and "integer" in kinds:
-        return value if "number" in kinds else int(value)  # 2.0 is an integer in JSON schema
+    value = whole_numbers(value) if "integer" in kinds else value
     return text if isinstance(value, str) else value
 
 

@@ -15,6 +15,7 @@ from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
 
 from gspo_env.errors import ConfigError
+from gspo_env.tools.arguments import whole_numbers
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PROSE = ("Returns", "Yields", "Raises", "Example", "Examples", "Note", "Notes")
@@ -58,12 +59,14 @@ class Tool:
     def validate(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the validated keyword arguments of a call.
 
+        A number without a fraction, such as 3.0, is an integer.
+
         Raises:
             ConfigError: An argument is missing, unknown or of the wrong type; the message is one
                 sentence.
         """
         try:
-            return self.validator.validate_json(json.dumps(arguments))
+            return self.validator.validate_json(json.dumps(whole_numbers(arguments)))
         except ValidationError as error:
             raise ConfigError(_one_sentence(self.name, error)) from None
         except (ValueError, RecursionError) as error:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import math
+from ast import literal_eval
 from typing import Any, Literal, Self
 
 import pytest
@@ -16,6 +17,7 @@ from support.small_env import Tools
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.tools.schema import arguments_validator
 from gspo_env.tools.tool import Tool, as_tool, format_tool_call, tool, tool_call_frames
 from gspo_env.types import ToolCall
 
@@ -259,6 +261,66 @@ class Doubles:
     def double(self, number: int) -> int:
         """Doubles a number."""
         return 2 * number
+
+
+ONE_RULE = [
+    (int, "3.0", 3),
+    (int, "3e2", 300),
+    (int, "-0.0", 0),
+    (int, "1e25", 10**25),
+    (int, "1e308", int(1e308)),
+    (int, "3.5", None),
+    (int, "true", None),
+    (int, '"3"', None),
+    (int, "1e400", None),
+    (int, "null", None),
+    (float, "3", 3.0),
+    (float, "3.0", 3.0),
+    (float, "1e308", 1e308),
+    (float, "1e-400", 0.0),
+    (float, "true", None),
+    (Literal[1, 3], "3.0", 3),
+    (Literal[1, 3], "2.0", None),
+    (int | None, "3.0", 3),
+    (list[int], "[1.0, 2, 3e0]", [1, 2, 3]),
+    (list[int], "[1.5]", None),
+    (dict[str, int], '{"a": 3.0}', {"a": 3}),
+    (dict[str, list[int]], '{"a": [3.0, 4.5]}', None),
+]
+
+
+@pytest.mark.parametrize(("annotation", "text", "value"), ONE_RULE)
+def test_a_number_without_a_fraction_is_an_integer_wherever_it_comes_from(annotation, text, value):
+    def native(x: Any) -> str:
+        """Take a value."""
+        return repr(x)
+
+    native.__annotations__["x"] = annotation
+    parameters = as_tool(tool(native)).parameters
+    server = Tool(
+        name="server",
+        description="",
+        parameters=parameters,
+        function=native,
+        validator=arguments_validator(parameters),
+    )
+
+    class Takes(Tools):
+        tools = (native, server)
+
+    for name in ("native", "server"):
+        for action in (
+            f'<tool_call>{{"name": "{name}", "arguments": {{"x": {text}}}}}</tool_call>',
+            f"<function={name}>\n<parameter=x>\n{text}\n</parameter>\n</function>",
+        ):
+            env = Takes()
+            env.reset(seed=0)
+            observation, *_, info = env.step(action)
+            if value is None:
+                assert (observation[:6], info["tool_errors"]) == ("Error:", 1)
+            else:
+                assert literal_eval(observation) == value
+                assert annotation is float or observation == repr(value)
 
 
 class Listed(Tools):
