@@ -20,7 +20,7 @@ from pathlib import Path
 from gspo_env.chat import ChatTokenizer
 from gspo_env.episodes import schema
 from gspo_env.tools.calls import parse_tool_calls
-from gspo_env.tools.formats import FORMATS
+from gspo_env.tools.marks import MARKS
 from gspo_env.tools.tool import as_tool, tool
 from gspo_env.types import ResetInfo, StepInfo, ToolCall
 
@@ -83,11 +83,11 @@ def formats() -> list[str]:
     for family, case in cases.items():
         arguments, tokenizer, text = case["arguments"], case["tokenizer"], case["text"]
         assert parse_tool_calls(text, [TOOL]) == [CALL], family
-        marks |= {mark for mark in FORMATS if mark in text}
+        marks |= {mark for mark in MARKS if mark in text}
         chat = ChatTokenizer(families[tokenizer]()) if tokenizer else None
         stops = [] if chat is None else [code(chat.decode_all([i])) for i in chat.stop_ids]
         rows.append(f"| {family} | {code(text)} | {arguments} | {' '.join(stops)} |")
-    assert marks == set(FORMATS), set(FORMATS) - marks
+    assert marks == set(MARKS), set(MARKS) - marks
     return ["| family | a call | arguments | stops |", "|---|---|---|---|", *rows]
 
 

@@ -26,7 +26,7 @@ from .errors import ToolServerError as ToolServerError
 from .errors import UnknownEnvironmentError as UnknownEnvironmentError
 from .learner.learner import Learner as Learner
 from .learner.padded_loss import policy_loss as policy_loss
-from .tools.arguments import ToolCallError as ToolCallError
+from .tools.json_calls import ToolCallError as ToolCallError
 from .tools.tool import Tool as Tool
 from .tools.tool import format_tool_call as format_tool_call
 from .tools.tool import tool as tool

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from gspo_env.errors import RefusedError
-from gspo_env.tools.arguments import DECODER, finite_number, reject_constant
+from gspo_env.tools.json_calls import DECODER, finite_number, reject_constant
 from gspo_env.types import ToolCall
 
 Json = dict[str, Any]

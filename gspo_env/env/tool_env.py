@@ -20,8 +20,8 @@ from gspo_env.env.base import Action, StepResult, TextEnv
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.runtime.loops import settle
 from gspo_env.runtime.threads import foreign, log_once
-from gspo_env.tools.arguments import ToolCallError
 from gspo_env.tools.calls import parse_tool_calls
+from gspo_env.tools.json_calls import ToolCallError
 from gspo_env.tools.tool import Tool, as_tool, tool, tool_methods
 from gspo_env.types import ToolCall
 

@@ -27,8 +27,8 @@ from gspo_env.episodes.schema import (
 from gspo_env.files import write_file
 from gspo_env.redaction import redact_text
 from gspo_env.rollout.metrics import Evaluation
-from gspo_env.tools.arguments import ToolCallError
 from gspo_env.tools.calls import parse_tool_calls
+from gspo_env.tools.json_calls import ToolCallError
 from gspo_env.tools.tool import Tool
 from gspo_env.types import Episode, Group, Message, Turn
 

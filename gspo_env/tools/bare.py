@@ -12,15 +12,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from gspo_env.tools.arguments import (
-    Schemas,
-    ToolCallError,
-    decode,
-    properties_of,
-    skip_space,
-    to_call,
-    typed_call,
-)
+from gspo_env.tools.arguments import properties_of, typed_call
 from gspo_env.tools.formats import (
     ON_LINES,
     PYTHON_FORM,
@@ -31,6 +23,8 @@ from gspo_env.tools.formats import (
     read_values,
     without_closings,
 )
+from gspo_env.tools.json_calls import Schemas, ToolCallError, decode, skip_space, to_call
+from gspo_env.tools.marks import names_tool
 from gspo_env.tools.python import QUOTED, statements
 from gspo_env.types import ToolCall
 
@@ -38,7 +32,6 @@ Calls = list[ToolCall | ToolCallError]
 
 _MOST = 32
 """Blocks, lines and elements without a call that are tried, so that the time is linear."""
-_STARTS = ("{", "[", "Action:", "\u273fFUNCTION\u273f:")
 _PARALLEL = "multi_tool_use.parallel("
 _JSON_LINE = re.compile(r"^[ \t]*(?=[{\[])", re.MULTILINE)
 _OPENING, _CLOSING = (
@@ -88,16 +81,6 @@ _ONE_CALL = re.compile(
 _BEHIND = "the tool calls must be the last lines, as NAME(KEY=VALUE, ...) and nothing else."
 
 
-def may_have_calls(text: str, schemas: Schemas) -> bool:
-    """Returns whether a text may have calls without a mark: most texts have none."""
-    has_start = bool(text) and any(start in text for start in _STARTS)
-    return has_start or (bool(text) and _names_tool(text, schemas))
-
-
-def _names_tool(text: str, schemas: Schemas) -> bool:
-    return any(f"{name}(" in text or f"<{name}" in text for name in schemas)
-
-
 def read_bare(text: str, schemas: Schemas, limit: int) -> tuple[Calls, int]:
     """Returns the calls that a text without a mark ends with, and where they begin.
 
@@ -115,7 +98,7 @@ def read_bare(text: str, schemas: Schemas, limit: int) -> tuple[Calls, int]:
         body = body[:place].removesuffix("functions.") + body[place + len(_PARALLEL) : -1]
     if not schemas:
         return _json_at(body, skip_space(body, 0), schemas, 0)
-    named = (_elements, _lines) if _names_tool(body, schemas) else ()
+    named = (_elements, _lines) if names_tool(body, schemas) else ()
     for read in (_blocks, _react, _json, *named):
         calls, start = read(body, schemas, limit)
         if calls and start <= limit:

@@ -11,9 +11,8 @@ from itertools import chain
 from typing import Any
 
 from gspo_env.errors import ConfigError
-from gspo_env.tools.arguments import Schemas, ToolCallError, to_calls
-from gspo_env.tools.bare import may_have_calls, read_bare
-from gspo_env.tools.formats import MARK, read_at, skip_closings, without_openings
+from gspo_env.tools.json_calls import Schemas, ToolCallError, to_calls
+from gspo_env.tools.marks import MARK, may_have_calls
 from gspo_env.tools.tool import Tool
 from gspo_env.types import Message, ToolCall
 
@@ -208,7 +207,13 @@ def _find_calls(text: str, schemas: Schemas) -> tuple[Calls, str]:
     """Returns the calls, and the text around them with the malformed ones."""
     mark = MARK.search(text)
     limit = mark.start() if mark else len(text)
-    if may_have_calls(text[:limit], schemas):
+    may_be_bare = may_have_calls(text[:limit], schemas)
+    if not mark and not may_be_bare:
+        return [], text
+    from gspo_env.tools.bare import read_bare
+    from gspo_env.tools.formats import read_at, skip_closings, without_openings
+
+    if may_be_bare:
         bare, start = read_bare(text, schemas, limit)
         if bare:
             return bare, text[:start]

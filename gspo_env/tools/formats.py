@@ -1,4 +1,4 @@
-"""The formats of tool calls that begin with a mark: `FORMATS`, and how their bodies are read."""
+"""Reads the bodies of the tool calls that begin with a mark."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from gspo_env.tools.arguments import (
-    Elements,
+from gspo_env.tools.arguments import Elements, typed_call
+from gspo_env.tools.json_calls import (
     Schemas,
     ToolCallError,
     decode,
     skip_space,
     to_call,
     to_calls,
-    typed_call,
 )
+from gspo_env.tools.marks import MARK, MARKS, MINIMAX, SPACE
 from gspo_env.tools.python import QUOTED, literal, original_name, statements
 from gspo_env.types import ToolCall
 
@@ -27,11 +27,9 @@ Reading = tuple[Sequence[ToolCall | ToolCallError] | str, int]
 """The calls at a mark, or what is wrong with them, and where the text goes on. An error at the mark
 itself is text that only names the mark, if the text has calls."""
 
-_SPACE = r"(?:\w{1,16}:|[ |\uff5c\u2016]{0,5}DSML[ |\uff5c\u2016]{0,5})"
-"""What precedes the names of XML tags: a namespace, or DSML in any bars."""
 _LIST = (
     rf"(?:\w+:|dots_|ifm\|)?(?:tool|function)_calls?>"
-    rf"|{_SPACE} ?\w{{0,16}}(?:calls|_use)[|\uff5c]?>?"
+    rf"|{SPACE} ?\w{{0,16}}(?:calls|_use)[|\uff5c]?>?"
 )
 _OPENINGS = re.compile(
     rf"(?:\s*(?:<(?:{_LIST})"
@@ -71,8 +69,7 @@ _LONGEST_NAMING = 1024
 """Characters in which the tag of a call names a tool."""
 _CHILD = r"(?P<open><(?P<key>[\w.-]{1,64})>)"
 _DEEPEST_ELEMENT = 90
-_MINIMAX = "]<]minimax[>["
-_MINIMAX_TAG = re.compile(rf"{re.escape(_MINIMAX)}<(/?)([^<>]+)>")
+_MINIMAX_TAG = re.compile(rf"{re.escape(MINIMAX)}<(/?)([^<>]+)>")
 _GEMMA = (
     rf"|(?P<python>{QUOTED.pattern})|\b(?P<word>None|True|False)\b"
     r'|(?P<before>[{,]\s*)(?P<key>[^\s{}\[\],:"](?:[^{}\[\],:"]*[^\s{}\[\],:"])?)\s*:'
@@ -400,7 +397,7 @@ def _minimax(close: str, text: str, start: int, schemas: Schemas) -> Reading:
         position = skip_space(text, position)
     if text.startswith(close, position) and calls:
         return calls, position + len(close)
-    fault = f'the tool calls must be {_MINIMAX}<invoke name="NAME"> with elements in it.'
+    fault = f'the tool calls must be {MINIMAX}<invoke name="NAME"> with elements in it.'
     return ([*calls, ToolCallError(message=fault)] if calls else fault), max(position, start)
 
 
@@ -512,67 +509,36 @@ def calls_of(values: Sequence[ast.AST]) -> list[ToolCall]:
     return calls
 
 
-_JSON = partial(_json, _renamed)
-FORMATS: Mapping[str, tuple[str, Callable[[str, str, int, Schemas], Reading]]] = {
-    "<tool_call>": ("</tool_call>", _hermes),
-    "<ifm|tool_call>": ("</ifm|tool_call>", partial(_glm, "ifm|")),
-    "<function=": ("</function>", partial(_tagged, _FUNCTION)),
-    "<|open|>call tool=": ("<|close|>call<|sep|>", partial(_tagged, _KIMI_3)),
-    "<invoke name=": ("</invoke>", partial(_tagged_tool, _INVOKE)),
-    "<function name=": ("</function>", partial(_tagged_tool, _MINICPM)),
-    f"{_MINIMAX}<tool_call>": (f"{_MINIMAX}</tool_call>", _minimax),
-    "<tool_use>": ("</tool_use>", _described),
-    "<use_mcp_tool>": ("</use_mcp_tool>", _described),
-    "<invoke>": ("</invoke>", _described),
-    "[TOOL_CALLS]": ("", _mistral),
-    "<|tool_call|>": ("", _mistral),
-    "<|python_tag|>": ("", _JSON),
-    "<|function_call|>": ("", _JSON),
-    "<function_call>": ("</function_call>", _JSON),
-    "<tool_calls>": ("</tool_calls>", _JSON),
-    "<TOOLCALL>": ("</TOOLCALL>", _JSON),
-    "[TOOL_REQUEST]": ("[END_TOOL_REQUEST]", _JSON),
-    "[TOOL_CALL]": ("[/TOOL_CALL]", _JSON),
-    "<|START_ACTION|>": ("<|END_ACTION|>", _JSON),
-    "<longcat_tool_call>": ("</longcat_tool_call>", _JSON),
-    "<|action_start|><|plugin|>": ("<|action_end|>", _JSON),
-    "functools[": ("]", _JSON),
-    "<|tools_prefix|>": ("<|tools_suffix|>", partial(_json, _apertus)),
-    "<|tool_call_start|>": ("<|tool_call_end|>", _python),
-    "<|python_start|>": ("<|python_end|>", _python),
-    "<function_calls>": ("</function_calls>", _python_lines),
-    "```tool_code": ("```", _python_lines),
-    "<|tool_call>call:": ("<tool_call|>", partial(_gemma, '<|"|>')),
-    "<start_function_call>call:": ("<end_function_call>", partial(_gemma, "<escape>")),
-    "<\uff5ctool\u2581call\u2581begin\uff5c>": (
-        "<\uff5ctool\u2581call\u2581end\uff5c>",
-        partial(_headed, _DEEPSEEK, "NAME<\uff5ctool\u2581sep\uff5c>{...}"),
-    ),
-    "to=functions.": ("<|call|>", partial(_headed, _HARMONY, "NAME<|message|>{...}")),
-    "<|channel|>commentary to=": ("<|call|>", partial(_headed, _HARMONY, "NAME<|message|>{...}")),
-    "<|tool_call_begin|>": (
-        "<|tool_call_end|>",
-        partial(_headed, _KIMI, "functions.NAME:0<|tool_call_argument_begin|>{...}"),
-    ),
-    "<|tool_call:begin|>": (
-        "<|tool_call:end|>",
-        partial(_headed, _SOLAR, "ID<|tool_call:name|>NAME<|tool_call:args|>{...}"),
-    ),
-    "<|plamo:begin_tool_name:plamo|>": (
-        "<|plamo:end_tool_arguments:plamo|>",
-        partial(_headed, _PLAMO, "NAME and its arguments in JSON"),
-    ),
+_READERS: Mapping[str, Callable[[str, str, int, Schemas], Reading]] = {
+    "hermes": _hermes,
+    "ifm": partial(_glm, "ifm|"),
+    "function": partial(_tagged, _FUNCTION),
+    "kimi 3": partial(_tagged, _KIMI_3),
+    "invoke": partial(_tagged_tool, _INVOKE),
+    "minicpm": partial(_tagged_tool, _MINICPM),
+    "minimax": _minimax,
+    "described": _described,
+    "mistral": _mistral,
+    "json": partial(_json, _renamed),
+    "apertus": partial(_json, _apertus),
+    "python": _python,
+    "python lines": _python_lines,
+    "gemma": partial(_gemma, '<|"|>'),
+    "function gemma": partial(_gemma, "<escape>"),
+    "deepseek": partial(_headed, _DEEPSEEK, "NAME<\uff5ctool\u2581sep\uff5c>{...}"),
+    "harmony": partial(_headed, _HARMONY, "NAME<|message|>{...}"),
+    "kimi": partial(_headed, _KIMI, "functions.NAME:0<|tool_call_argument_begin|>{...}"),
+    "solar": partial(_headed, _SOLAR, "ID<|tool_call:name|>NAME<|tool_call:args|>{...}"),
+    "plamo": partial(_headed, _PLAMO, "NAME and its arguments in JSON"),
 }
-"""The mark that ends a call and the reader of its body, by the mark that begins it."""
-MARK = re.compile("|".join([*map(re.escape, FORMATS), rf"<{_SPACE}invoke name=(?=\")"]))
-"""A mark that begins a call, with a namespace or without one."""
+"""The reader of a body, by its family."""
 
 
 def read_at(mark: re.Match[str], text: str, schemas: Schemas) -> Reading:
     """Reads the call or calls behind a mark."""
-    if mark[0] in FORMATS:
-        close, read = FORMATS[mark[0]]
-        return read(close, text, mark.end(), schemas)
+    if mark[0] in MARKS:
+        close, family = MARKS[mark[0]]
+        return _READERS[family](close, text, mark.end(), schemas)
     space = mark[0].removeprefix("<").removesuffix("invoke name=")
     tags = _Tags(f"<{space}parameter name=", f"</{space}parameter>")
     return _tagged(tags, f"</{space}invoke>", text, mark.end(), schemas)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, TypeAdapter
 
-from gspo_env.tools.arguments import levels
+from gspo_env.tools.json_calls import levels
 
 _LONGEST_SCHEMA = 1 << 16
 _MOST_PARTS = 3000
