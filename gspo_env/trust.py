@@ -15,206 +15,28 @@ import json
 import logging
 import math
 import os
-import shlex
 import tomllib
 import typing
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, dataclass, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, is_dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from gspo_env.config import Config, from_dict, to_toml
-from gspo_env.env.registration import add_kwargs, find_builtin, read_members
+from gspo_env.config import Config, to_toml
+from gspo_env.env.registration import find_builtin, read_members
 from gspo_env.errors import ConfigError
-from gspo_env.files import parse_toml, regular_file
-from gspo_env.redaction import redact, visible
 from gspo_env.registry import BUILTIN, load_function, name_of
-from gspo_env.tracking.base import flatten
 
 logger = logging.getLogger(__name__)
 
-_FILES = ("gspo_env.json", "model/gspo_env.json", "config.toml")
-_MAX_BYTES = 2**20
-"""Size of a file with settings."""
-_MAX_SHOWN = 160
-"""Characters of a value that an error shows."""
-_LEARNING = ("advantage", "branching", "loss", "recipe")
-"""Choices that playing does not need."""
-_NO_RECORD = "no record says that you trained there with it"
-_PARENTS = 3
-"""How far a run's folder is above the folders of its models and checkpoints, at most."""
 
 Place = tuple[str, ...]
 """The place of a setting in the tree."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrustProblem:
-    """Why settings that may run code are not known to be the user's own."""
-
-    reason: str
-    cwd: str = ""
-    """The working folder in which the user trained, if there is a record."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavedSettings:
-    """The settings of a folder, before any of them is used."""
-
-    folder: Path
-    tree: dict[str, Any]
-    """Settings that run nothing, nested as in a TOML file."""
-    untrusted: dict[str, Any]
-    """By dotted name, the settings that need a flag of the user."""
-    problem: TrustProblem | None = None
-    """Why they need one, if there are any."""
-
-    @property
-    def env(self) -> str | tuple[str, ...]:
-        """The environment, or the several, that was trained on."""
-        env = self.untrusted.get("env", self.tree.get("env", Config().env))
-        return tuple(map(str, env)) if isinstance(env, list | tuple) else str(env)
-
-    def settings(
-        self,
-        changes: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        env: str | tuple[str, ...] = "",
-        playing: bool = False,
-    ) -> dict[str, Any]:
-        """Returns the settings, with those of the user, for `gspo_env.config.from_dict`.
-
-        Args:
-            changes: Settings of the user by dotted name, or nested; they replace untrusted ones.
-                Arguments of the environment are added to the saved ones, if these are kept.
-            env: The environment, or several, if the user names one. Saved arguments and the saved
-                score are kept if it is the saved one, or a class of the same name elsewhere.
-            playing: Whether nothing is trained, so that untrusted estimators, losses and recipes
-                are left out instead.
-
-        Raises:
-            ConfigError: An untrusted setting is not among them; the message names the flags to add.
-        """
-        tree, untrusted = self._with_env(tuple(env) if isinstance(env, list) else env)
-        untrusted = _without(untrusted, [k for k, v in flatten(changes).items() if v != {}])
-        for kind in _LEARNING if playing else ():
-            if len(rest := _without(untrusted, [kind])) < len(untrusted):
-                logger.warning("%s of %s is not loaded", kind, self.folder)
-                tree.pop(kind, None)
-                untrusted = rest
-        if untrusted:
-            problem = self.problem or TrustProblem(reason=_NO_RECORD)
-            values = ", ".join(f"{name} = {_as_json(value)}" for name, value in untrusted.items())
-            flags = " ".join(_flag(k, v, problem.cwd) for k, v in untrusted.items())
-            raise ConfigError(
-                f"the settings in {str(self.folder)!r} name {values}, which may run code or reach "
-                f"files and addresses, and {problem.reason}; if you trust it, add {flags}"
-            )
-        if kwargs := changes.get("env_kwargs"):
-            env = tree.get("env") or env or self.env
-            tree["env_kwargs"] = add_kwargs(tree.get("env_kwargs", {}), kwargs, env)
-        return tree
-
-    def _with_env(self, env: str | tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the tree and the untrusted settings for the environment of the user, if any."""
-        tree, untrusted = dict(self.tree), dict(self.untrusted)
-        if not env:
-            return tree, untrusted
-        untrusted.pop("env", None)
-        if env != self.env:
-            if _class_names(env) != _class_names(self.env):
-                tree.pop("env_kwargs", None)
-                untrusted = _without(untrusted, ["env_kwargs"])
-            if isinstance(credit := tree.get("credit"), Mapping):
-                tree["credit"] = {k: v for k, v in credit.items() if k != "score"}
-        return tree | {"env": env}, untrusted
-
-
-def find_saved(folder: str | Path) -> Path | None:
-    """Returns the file with the settings of a trained folder, or None if it has none."""
-    paths = (Path(folder, name) for name in _FILES)
-    return next((path for path in paths if path.exists() or path.is_symlink()), None)
-
-
-def read_saved(folder: str | Path) -> SavedSettings | None:
-    """Reads the settings of a run's folder, or of a model in it, as untrusted data.
-
-    Where they say a run reads and writes (`model`, `output`, another tracker) is not taken.
-
-    Args:
-        folder: What `GSPOAgent.save` or a training run wrote.
-
-    Returns:
-        The settings; None if the folder has none, such as one with a model alone.
-
-    Raises:
-        ConfigError: The settings are damaged, too large, or no settings.
-    """
-    path = find_saved(folder)
-    if path is None:
-        return None
-    saved = read_settings(path)
-    left_out = ["model", "output"]
-    untrusted = _without(saved.untrusted, ["tracker"])
-    if untrusted != saved.untrusted:
-        logger.warning("the tracker that %s names is not used", path)
-        left_out.append("tracker")
-    tree = {name: value for name, value in saved.tree.items() if name not in left_out}
-    return SavedSettings(folder=Path(folder), tree=tree, untrusted=untrusted, problem=saved.problem)
-
-
-def read_settings(path: Path) -> SavedSettings:
-    """Reads a file of settings as untrusted data; see `parse`.
-
-    Raises:
-        ConfigError: It is damaged, too large, or has no settings.
-    """
-    try:
-        text = regular_file(path.parent, path.name, _MAX_BYTES, links=True).read_text("utf-8")
-        return parse(path, json.loads(text)["config"] if path.suffix == ".json" else text)
-    except ConfigError:
-        raise
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {str(path)!r}: {error.strerror}; expected settings of a run"
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = visible(f"{type(error).__name__}: {error}")
-        raise ConfigError(
-            f"{str(path)!r} is damaged ({reason}); expected what a training run wrote"
-        ) from error
-
-
-def parse(path: Path, text: str) -> SavedSettings:
-    """Parses settings as untrusted data.
-
-    Args:
-        path: The file that they are from; the record is that of its folder, or of one above it.
-        text: The settings as TOML.
-
-    Raises:
-        ConfigError: A setting that needs no flag is not valid.
-        ValueError: They are not TOML.
-    """
-    tree = parse_toml(text)
-    untrusted = dict(_untrusted(tree))
-    by_name = {".".join(place): value for place, value in untrusted.items()}
-    problem = _find_problem(path.parent, by_name) if by_name else None
-    if problem is None:
-        untrusted, by_name = {}, {}
-    for place in untrusted:
-        _drop(tree, place)
-    try:
-        from_dict(tree)
-    except ConfigError as error:
-        raise ConfigError(f"the settings in {str(path)!r} are not valid: {error}") from error
-    return SavedSettings(folder=path.parent, tree=tree, untrusted=by_name, problem=problem)
-
-
 def needs_flags(config: Config) -> dict[str, Any]:
     """Returns the settings that may run code or reach files and addresses, by dotted name."""
-    untrusted = _untrusted(tomllib.loads(to_toml(config)))
+    untrusted = untrusted_settings(tomllib.loads(to_toml(config)))
     return {".".join(place): value for place, value in untrusted}
 
 
@@ -235,7 +57,7 @@ def record(folder: Path, config: Config, model: str = "") -> None:
         path = _record_path(folder)
         part = path.with_suffix(f".{os.getpid()}")
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part.write_text(json.dumps(_describe(untrusted) | {"model": model}))
+        part.write_text(json.dumps(describe(untrusted) | {"model": model}))
         part.replace(path)
     except (OSError, RuntimeError) as error:  # there is no home
         logger.warning(
@@ -244,32 +66,14 @@ def record(folder: Path, config: Config, model: str = "") -> None:
         )
 
 
-def check_model(folder: Path, model: str, named: str = "") -> None:
-    """Refuses to load a model that only the folder of a run names; resuming would fetch it.
-
-    Args:
-        folder: Folder of the run.
-        model: Name or folder of the model; empty if the run has it.
-        named: The one that the user names.
-
-    Raises:
-        ConfigError: No record says that the user trained it there.
-    """
-    if model not in ("", named, (_read_record(folder) or {}).get("model")):
-        raise ConfigError(
-            f"the run {str(folder)!r} begins with the model {_as_json(model)}, and {_NO_RECORD}; "
-            f"if you trust it, add {_flag('model', model, '')}"
-        )
-
-
 def changed_files(folder: Path, settings: Mapping[str, Any]) -> list[str]:
     """Returns the files that settings name and that differ from those of the last training."""
-    trained = (_read_record(folder) or {}).get("files") or {}
+    trained = (read_record(folder) or {}).get("files") or {}
     files = _file_digests(settings).items()
     return [name for name, digest in files if trained and digest not in trained.values()]
 
 
-def _untrusted(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
+def untrusted_settings(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
     """Yields the settings that could do more than set a number, with their places in the tree."""
     defaults, hints = Config(), typing.get_type_hints(Config)
     members = _builtin_members(tree.get("env", defaults.env))
@@ -352,47 +156,7 @@ def _words(hint: Any) -> tuple[Any, ...]:
     return tuple(word for part in typing.get_args(hint) for word in _words(part))
 
 
-def _without(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Returns settings by dotted name without those of some names, and without their parts."""
-    ends = tuple(f"{name}." for name in names)
-    return {name: value for name, value in settings.items() if not f"{name}.".startswith(ends)}
-
-
-def _drop(tree: dict[str, Any], place: Place) -> None:
-    """Removes a setting; of a choice that is not ours, also its settings."""
-    if place[0] in BUILTIN and place[-1] == "name":
-        place = place[:1]
-    for part in place[:-1]:
-        tree = tree[part]
-    tree.pop(place[-1], None)
-
-
-def _class_names(env: str | tuple[str, ...]) -> list[tuple[str, str]]:
-    """Returns names of environments and of their classes, wherever these are defined."""
-    return [(member.name, member.spec.rpartition(":")[2]) for member in read_members(env)]
-
-
-def _find_problem(folder: Path, settings: Mapping[str, Any]) -> TrustProblem | None:
-    """Returns why settings are not known to be those that the user trained with in a folder."""
-    folder = folder.resolve()
-    places = (folder, *folder.parents[:_PARENTS])
-    records = [entry for place in places if (entry := _read_record(place)) is not None]
-    if not records:  # and no file that an untrusted folder names is opened
-        return TrustProblem(reason=_NO_RECORD)
-    now = _describe(settings)
-    texts = [set(_file_names(text)) for text in _texts(settings)]
-    only_files = bool(now["files"]) and all(names & now["files"].keys() for names in texts)
-    compared = ("settings", "files") if only_files else ("settings", "files", "working folder")
-    if any(all(entry.get(key) == now[key] for key in compared) for entry in records):
-        return None
-    cwd = str(records[0].get("working folder", ""))
-    changed = next(key for key in compared if records[0].get(key) != now[key])
-    return TrustProblem(
-        reason=f"the {changed} changed since you trained there, in {cwd!r}", cwd=cwd
-    )
-
-
-def _describe(settings: Mapping[str, Any]) -> dict[str, Any]:
+def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a record: a digest of the settings, those of the files that they name, the place."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return {
@@ -410,7 +174,8 @@ def _record_path(folder: Path) -> Path:
     return state / "gspo-env" / "trained" / f"{name}.json"
 
 
-def _read_record(folder: Path) -> dict[str, Any] | None:
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """Returns the record of a folder, None if there is none."""
     try:
         entry = json.loads(_record_path(folder).read_text())
     except (OSError, ValueError, RuntimeError):  # there is no home
@@ -421,7 +186,7 @@ def _read_record(folder: Path) -> dict[str, Any] | None:
 def _file_digests(settings: Any) -> dict[str, str]:
     """Returns the digest of each file that settings name."""
     digests = {}
-    for name in (name for text in _texts(settings) for name in _file_names(text)):
+    for name in (name for text in texts_of(settings) for name in file_names(text)):
         with contextlib.suppress(OSError, ValueError):  # it can be no file's name
             path = Path(os.path.expanduser(name))
             if path.is_file():
@@ -430,49 +195,17 @@ def _file_digests(settings: Any) -> dict[str, str]:
     return digests
 
 
-def _file_names(text: str) -> Iterator[str]:
+def file_names(text: str) -> Iterator[str]:
     """Yields what a text may name: `FILE`, `FILE:NAME` or `LABEL=FILE:NAME:WEIGHT`."""
     for part in (text, text.partition("=")[2]):
         pieces = part.split(":", 8)
         yield from (":".join(pieces[:end]) for end in range(1, len(pieces) + 1) if pieces[0])
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_of(value: Any) -> Iterator[str]:
+    """Yields the texts in a tree of settings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(item)
-
-
-def _flag(name: str, value: Any, cwd: str) -> str:
-    """Returns the flag that sets an untrusted setting."""
-    section, _, rest = name.partition(".")
-    if section == "env_kwargs" and rest:
-        return f"--env-kwargs {shlex.quote(f'{rest}={_as_text(value)}')}"
-    if name == "env":
-        entries = value if isinstance(value, list) else [value]
-        value = [_with_path(entry, cwd) for entry in entries]
-    values = value if name == "env" else [value]
-    flag = section if rest == "name" else name
-    return f"--{flag.replace('_', '-')} {' '.join(shlex.quote(_as_text(v)) for v in values)}"
-
-
-def _with_path(env: Any, cwd: str) -> Any:
-    """Returns an environment with the full path of its file, if that is in another folder."""
-    label, equals, spec = str(env).rpartition("=")
-    file, _, cls = spec.partition(".py:")
-    path = Path(cwd, f"{file}.py")
-    moved = cls and cwd not in ("", os.getcwd()) and path.is_file()
-    return f"{label}{equals}{path}:{cls}" if moved else env
-
-
-def _as_json(value: Any) -> str:
-    text = visible(json.dumps(redact(value), ensure_ascii=False, default=str))
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
-
-
-def _as_text(value: Any) -> str:
-    """Returns a value as a flag has it, in one line; only a mark for one that is too long."""
-    text = visible(str(redact(value))) if isinstance(value, str) else _as_json(value)
-    return text.replace("\n", "\\n") if len(text) <= _MAX_SHOWN else "…"
+            yield from texts_of(item)

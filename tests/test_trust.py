@@ -20,8 +20,9 @@ from gspo_env.cli.main import main, parse
 from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.errors import ConfigError
 from gspo_env.model.load import save_model
-from gspo_env.trust import parse as parse_settings
-from gspo_env.trust import read_saved, record
+from gspo_env.saved import parse as parse_settings
+from gspo_env.saved import read_saved
+from gspo_env.trust import record
 
 SHORT = [
     *("--hidden-size", "32", "--demonstrations", "64", "--imitation-steps", "4"),

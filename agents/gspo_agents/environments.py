@@ -14,7 +14,6 @@ from typing import Any
 from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import declared_score
-from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import Member, label, make_env, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.rollout.failures import FaultLog, close_quietly
@@ -35,6 +34,8 @@ from gspo_env.types import ResetInfo, Score, Task
 def make_member(member: Member, config: Config) -> TextEnvironment:
     """Makes an environment of a config, in a process of its own if the config says so."""
     if config.rollout.isolation == "process":
+        from gspo_env.env.isolated import IsolatedEnv
+
         return IsolatedEnv(member.spec, dict(member.kwargs), config.rollout.episode_timeout)
     return make_env(member.spec, **member.kwargs)
 

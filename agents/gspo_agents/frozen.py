@@ -18,7 +18,7 @@ from gspo_env.model.load import load_model, match_tokenizer
 from gspo_env.model.threads import use_threads
 from gspo_env.model.weights import find_weights
 from gspo_env.runtime.loops import run
-from gspo_env.trust import read_saved
+from gspo_env.saved import read_saved
 from gspo_env.types import Prompt
 
 logger = logging.getLogger(__name__)

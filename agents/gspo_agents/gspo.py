@@ -55,15 +55,16 @@ from gspo_env.seeding import derive_seed
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker, start
 from gspo_env.training.checkpoints import Checkpoints, CheckpointWriter
+from gspo_env.training.facts import run_facts, seed_generators
 from gspo_env.training.interrupt import stop_on_signals
 from gspo_env.training.loop import History, Loop, evaluate
-from gspo_env.training.resume import Resumed, open_run, run_facts, seed_generators
 from gspo_env.training.split import Split
-from gspo_env.trust import needs_flags, read_saved, record
+from gspo_env.trust import needs_flags, record
 from gspo_env.types import Episode, Group, Prompt, Role, Task
 
 if TYPE_CHECKING:
     from gspo_env.distributed.ranks import Ranks
+    from gspo_env.training.resume import Resumed
 
 logger = logging.getLogger(__name__)
 
@@ -269,6 +270,8 @@ class GSPOAgent:
             ModelError: The model that the run began with is not found, or differs.
             OutputError: The run has no undamaged checkpoint, or another process trains it.
         """
+        from gspo_env.training.resume import open_run
+
         resumed = open_run(Path(path), config)
         agent = cls(resumed.model, config=resumed.config, tokenizer=resumed.tokenizer, ranks=ranks)
         resumed.check(agent.model)
@@ -423,7 +426,7 @@ class GSPOAgent:
     ) -> GSPOAgent:
         """Loads an agent that `save` or a training run wrote.
 
-        The folder is data (`gspo_env.trust`). Playing needs no estimator, loss or tracker; those
+        The folder is data (`gspo_env.saved`). Playing needs no estimator, loss or tracker; those
         that are classes of a file are left out, so that the folder loads without that file.
 
         Args:
@@ -438,6 +441,8 @@ class GSPOAgent:
             ConfigError: The saved settings are damaged, or name something that has to be given.
             ModelError: There are no such weights; see `gspo_env.model.weights`.
         """
+        from gspo_env.saved import read_saved
+
         saved = read_saved(path)
         env = env if isinstance(env, str) else tuple(env)
         folder = find_weights(path, step, best=best).folder

@@ -34,7 +34,7 @@ from gspo_env.model.threads import tokens_of_pass
 from gspo_env.recipes.build import imitation_samples
 from gspo_env.tracking.console import Progress
 from gspo_env.training.curriculum import next_options
-from gspo_env.training.resume import generator_states, set_generator_states
+from gspo_env.training.facts import generator_states, set_generator_states
 from gspo_env.training.split import draw_tasks
 from gspo_env.types import Episode
 

@@ -28,11 +28,9 @@ from gspo_env.config import (
 )
 from gspo_env.env.registration import add_kwargs, format_env
 from gspo_env.errors import ConfigError
-from gspo_env.given_file import read_given
 from gspo_env.recipes.base import Recipe
 from gspo_env.registry import BUILTIN, find, name_of, names
 from gspo_env.settings import settings
-from gspo_env.trust import read_saved
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -190,6 +188,8 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
 
 def _read_file(file: str, read: Callable[[dict[str, Any]], T]) -> T:
     """Reads a config file; the error lists all of its faults."""
+    from gspo_env.given_file import read_given
+
     tree = read_toml(file, functools.partial(read_given, max_bytes=_MOST_BYTES))
     try:
         return read(tree)
@@ -248,7 +248,11 @@ def _base(
             f"recipe is {flag!r}, which builds a model, and model is {model!r}; expected one of "
             "them, or --recipe imitate, which lets the model imitate demonstrations"
         )
-    saved = read_saved(model) if isinstance(model, str) and model else None
+    if not isinstance(model, str) or not model:
+        return from_dict(tree)
+    from gspo_env.saved import read_saved
+
+    saved = read_saved(model)
     if saved is None:
         return from_dict(tree)
     tree.pop("recipe", None)

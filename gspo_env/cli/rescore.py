@@ -64,7 +64,7 @@ class Rescore:
     async def _score(self, groups: Sequence[Group]) -> list[Group]:
         """Returns the groups with the new rewards in place of the old ones."""
         from gspo_env.env.registration import find_builtin
-        from gspo_env.trust import read_saved
+        from gspo_env.saved import read_saved
 
         saved = read_saved(self.folder)
         arguments = dict(saved.tree.get("env_kwargs", {})) if saved else {}

@@ -124,7 +124,7 @@ def policy_config(options: Serve) -> Config:
         ConfigError: The settings are damaged, or name an engine that has to be given.
     """
     from gspo_env.config import Config, from_dict, override
-    from gspo_env.trust import read_saved
+    from gspo_env.saved import read_saved
 
     changes = {
         name: value for name in ("engine", "model_dtype") if (value := getattr(options, name))

@@ -9,10 +9,8 @@ from typing import Any
 
 from gspo_env import __version__
 from gspo_env.cli.options import Run
-from gspo_env.model.weights import find_weights
 from gspo_env.redaction import visible
 from gspo_env.settings import settings
-from gspo_env.trust import check_model, find_saved
 
 
 @settings
@@ -28,6 +26,7 @@ class Train(Run):
         cls, folder: str, flags: Mapping[str, Any], env: str | tuple[str, ...]
     ) -> dict[str, Any]:
         """Returns the settings of a run to resume."""
+        from gspo_env.saved import check_model
         from gspo_env.training.resume import saved_settings
 
         tree = saved_settings(folder).settings(flags, env=env)
@@ -51,9 +50,8 @@ class Train(Run):
         if not self.resume:
             for member in config.environments:  # before the imports, which take seconds
                 resolve_env(member.spec)
-            if config.model and (file := find_saved(config.model)):
-                print(visible(f"settings of {file} apply, unless a flag says otherwise"))
-                print(visible(f"model {find_weights(config.model)}"))
+            if config.model:
+                _name_model(config.model)
         check_trackers(config.tracker)  # before demonstrations, which may take long
         print(f"gspo-env {__version__}: loading PyTorch and transformers", flush=True)
         kind = load_agent("gspo")
@@ -72,3 +70,13 @@ class Train(Run):
             print(f"{run} is finished: all {steps} steps are done; --steps adds more")
         else:
             agent.train()
+
+
+def _name_model(model: str) -> None:
+    """Prints which weights and settings a folder of a training gives."""
+    from gspo_env.model.weights import find_weights
+    from gspo_env.saved import find_saved
+
+    if file := find_saved(model):
+        print(visible(f"settings of {file} apply, unless a flag says otherwise"))
+        print(visible(f"model {find_weights(model)}"))

@@ -109,9 +109,9 @@ class IsolatedEnv(TextEnv):
             if self._process is not None:
                 self._call("close", timeout=_CLOSE_SECONDS)
         finally:
-            self.kill()
+            self.kill_process()
 
-    def kill(self) -> None:
+    def kill_process(self) -> None:
         """Ends the process at once; may be called from any thread while another one waits."""
         process, self._process = self._process, None
         if process is not None:
@@ -151,10 +151,10 @@ class IsolatedEnv(TextEnv):
                     raise EOFError
             reply = json.loads(connection.recv_bytes(_MAX_BYTES))
         except TimeoutError:
-            self.kill()
+            self.kill_process()
             raise EnvironmentHangError(f"{name} did not return within {seconds:g} s") from None
         except (OSError, EOFError, ValueError) as error:
-            self.kill()
+            self.kill_process()
             code = _exit_code(process)
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             what = f" ({error})" if str(error) else ""
@@ -191,7 +191,7 @@ class IsolatedEnv(TextEnv):
 
     def __del__(self) -> None:
         """Ends the process of an environment that nobody closed."""
-        self.kill()
+        self.kill_process()
 
 
 def send(connection: Connection, message: object) -> None:

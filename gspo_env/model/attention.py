@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -20,9 +20,14 @@ from transformers import AttentionInterface
 
 from gspo_env.batch.packing import upload
 from gspo_env.errors import ModelError
-from gspo_env.model import flash as varlen
+
+if TYPE_CHECKING:
+    from gspo_env.model import flash as varlen
 
 RAGGED = "gspo_ragged"
+_HALF = (torch.float16, torch.bfloat16)
+_LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities whose kernels have a backward pass for heads above 192."""
 MOST_SCORES = 1 << 22
 """Scores that a CPU holds at once."""
 LONG = 128
@@ -203,6 +208,24 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Returns whether the flash kernels take these tensors; queries and keys may be wider."""
+    size = value.shape[-1]
+    if value.device.type != "cuda" or value.dtype not in _HALF or size % 8:
+        return False
+    return query.shape[-1] == key.shape[-1] == size <= _largest_head(value.device)
+
+
+def _largest_head(device: torch.device) -> int:
+    """Returns the largest head size of the kernels for a device; 0 if it has none."""
+    if torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
+        return 0
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return 0
+    return 256 if capability in _LARGE_SHARED_MEMORY else 192
+
+
 class PackedAttention:
     """Causal attention within each sequence of a packed row.
 
@@ -213,6 +236,8 @@ class PackedAttention:
         lengths [3, 2]:  row a0 a1 a2 b0 b1  ->  bucket [[a0 a1 a2], [b0 b1 --]]  ->  row
     """
 
+    has_kernel = staticmethod(has_kernel)
+
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         self._lengths, self._device = tuple(lengths), device
 
@@ -220,7 +245,9 @@ class PackedAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
         """See `Ragged.attend`."""
-        if varlen.has_kernel(q, k, v):
+        if self.has_kernel(q, k, v):
+            from gspo_env.model import flash as varlen
+
             return varlen.attend(q, k, v, self._spans, scale, window)
         outputs = []
         for index in self._buckets:
@@ -231,6 +258,8 @@ class PackedAttention:
 
     @cached_property
     def _spans(self) -> varlen.Spans:
+        from gspo_env.model import flash as varlen
+
         (spans,), _ = varlen.make_spans([(self._lengths, self._lengths)], [], self._device)
         return spans
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_env.model.adapters import Weights, effective_weights, plain_model, tensor_of
+from gspo_env.model.adapters import plain_model
 from gspo_env.model.head import usable_ids
-from gspo_env.model.load import replaced_folder
+from gspo_env.model.load import replaced_folder, shards
+from gspo_env.model.merged import Weights, effective_weights, tensor_of
 
 _LAYER = re.compile(r".*?\.\d+\.")
-_SHARD = 4 << 30
 
 
 @torch.no_grad()
@@ -105,21 +105,6 @@ class Exporter:
                 files |= dict.fromkeys(shard, file)
             index = {"metadata": {}, "weight_map": files}
             (part / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yields copies of tensors on the CPU, in parts of about 4 GiB."""
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in weights:
-        # save_file refuses tensors that share memory, as an untied head does with its embeddings
-        shard[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        size += tensor.nbytes
-        if size >= _SHARD:
-            yield shard
-            shard, size = {}, 0
-    if shard:
-        yield shard
 
 
 def _without_duplicates(base: Any, weights: Weights) -> list[str]:

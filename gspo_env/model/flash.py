@@ -16,30 +16,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from gspo_env.batch.packing import upload
 
-_HALF = (torch.float16, torch.bfloat16)
-_LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
-"""Compute capabilities whose kernels have a backward pass for heads above 192."""
-
 _flash: Any = torch.ops.aten._flash_attention_forward
 _flash_backward: Any = torch.ops.aten._flash_attention_backward
-
-
-def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Returns whether the flash kernels take these tensors; queries and keys may be wider."""
-    size = value.shape[-1]
-    if value.device.type != "cuda" or value.dtype not in _HALF or size % 8:
-        return False
-    return query.shape[-1] == key.shape[-1] == size <= _largest_head(value.device)
-
-
-def _largest_head(device: torch.device) -> int:
-    """Returns the largest head size of the kernels for a device; 0 if it has none."""
-    if torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
-        return 0
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return 0
-    return 256 if capability in _LARGE_SHARED_MEMORY else 192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

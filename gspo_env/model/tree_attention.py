@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 
 from gspo_env.batch.packing import upload
 from gspo_env.batch.prefix import Run
-from gspo_env.model import flash as varlen
 from gspo_env.model.attention import (
     WASTE,
     PackedAttention,
@@ -29,6 +28,9 @@ from gspo_env.model.attention import (
     padded_length,
     widened,
 )
+
+if TYPE_CHECKING:
+    from gspo_env.model import flash as varlen
 
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -54,7 +56,9 @@ class TreeAttention(PackedAttention):
     ) -> Tensor:
         """See `Ragged.attend`."""
         window = None if window is None or window >= self._longest else window
-        if varlen.has_kernel(q, k, v):
+        if self.has_kernel(q, k, v):
+            from gspo_env.model import flash as varlen
+
             if window is None:
                 return varlen.attend_forks(q, k, v, self._spans, self._levels, scale)
             spans, seen = self._windows(window)
@@ -71,6 +75,8 @@ class TreeAttention(PackedAttention):
     @cached_property
     def _levels(self) -> list[varlen.Fork]:
         """The forks of each level; those of one level share no token, so one call takes them."""
+        from gspo_env.model import flash as varlen
+
         levels = _forks(self.runs)
         pairs = [([f.end - f.stop for f in level], [f.length for f in level]) for level in levels]
         indices = []
@@ -86,6 +92,8 @@ class TreeAttention(PackedAttention):
     def _windows(self, window: int) -> tuple[varlen.Spans, Tensor]:
         """Returns the spans of runs and of what they see in a window, and its place in the row."""
         if window not in self._seen:
+            from gspo_env.model import flash as varlen
+
             paths = zip(self.runs, token_paths(self.runs), strict=True)
             seen = [path[max(0, run.depth - window + 1) :] for run, path in paths]
             lengths = [run.length for run in self.runs], [len(path) for path in seen]

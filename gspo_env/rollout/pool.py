@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from gspo_env.env.base import TextEnvironment, attribute, overrides
-from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.rollout.failures import (
     EnvironmentFailed,
@@ -46,6 +45,12 @@ class _Seat:
     thread: EnvThread | None = None
     threaded: bool = False
     """Whether all calls run in the thread, and not only the steps for which `blocks` is true."""
+
+
+def _killing(env: TextEnvironment) -> Callable[[], None] | None:
+    """Returns what ends the process of an environment, if it has one of its own."""
+    kill: Callable[[], None] | None = attribute(env, "kill_process", None)
+    return kill
 
 
 @dataclass(slots=True)
@@ -82,7 +87,7 @@ class EnvPool:
     def __post_init__(self) -> None:
         """Reads the declarations of the sample."""
         if self.sample is not None:
-            self.isolated = isinstance(self.sample, IsolatedEnv)
+            self.isolated = _killing(self.sample) is not None
             self._read(self.sample)
 
     @property
@@ -233,8 +238,8 @@ class EnvPool:
         return seat.thread
 
     def _discard(self, env: TextEnvironment, stuck: bool) -> None:
-        if stuck and isinstance(env, IsolatedEnv):
-            env.kill()  # its thread returns at once
+        if stuck and (kill := _killing(env)):
+            kill()  # its thread returns at once
             stuck = False
         self._close(self._seats.pop(id(env)), stuck)
         self._stuck = [thread for thread in self._stuck if thread.alive]

@@ -22,7 +22,6 @@ from typing import Any, Self
 import numpy as np
 
 from gspo_env.config import Config, to_dict
-from gspo_env.episodes.restore import to_episode
 from gspo_env.episodes.schema import PHASES, read_episodes
 from gspo_env.errors import OutputError
 from gspo_env.files import check_folder, parse_toml, read_file
@@ -170,6 +169,8 @@ class Run:
         Raises:
             OutputError: It has kept none, or one is damaged.
         """
+        from gspo_env.episodes.restore import to_episode
+
         return [*map(to_episode, read_episodes(self.folder, phases=phases, steps=steps))]
 
     def number(self, name: str) -> float | None:

@@ -21,10 +21,9 @@ from gspo_env.tools.formats import (
     python_calls,
     read_pairs,
     read_values,
-    without_closings,
 )
 from gspo_env.tools.json_calls import Schemas, ToolCallError, decode, skip_space, to_call
-from gspo_env.tools.marks import names_tool
+from gspo_env.tools.marks import names_tool, without_closings
 from gspo_env.tools.python import QUOTED, statements
 from gspo_env.types import ToolCall
 

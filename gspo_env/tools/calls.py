@@ -6,13 +6,21 @@ function raises, whatever the text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 from gspo_env.errors import ConfigError
-from gspo_env.tools.json_calls import Schemas, ToolCallError, to_calls
-from gspo_env.tools.marks import MARK, may_have_calls
+from gspo_env.tools.json_calls import (
+    Reading,
+    Schemas,
+    ToolCallError,
+    read_enclosed,
+    skip_space,
+    to_calls,
+)
+from gspo_env.tools.marks import MARK, MARKS, may_have_calls, skip_closings, without_openings
 from gspo_env.tools.tool import Tool
 from gspo_env.types import Message, ToolCall
 
@@ -207,14 +215,8 @@ def _find_calls(text: str, schemas: Schemas) -> tuple[Calls, str]:
     """Returns the calls, and the text around them with the malformed ones."""
     mark = MARK.search(text)
     limit = mark.start() if mark else len(text)
-    may_be_bare = may_have_calls(text[:limit], schemas)
-    if not mark and not may_be_bare:
-        return [], text
-    from gspo_env.tools.bare import read_bare
-    from gspo_env.tools.formats import read_at, skip_closings, without_openings
-
-    if may_be_bare:
-        bare, start = read_bare(text, schemas, limit)
+    if may_have_calls(text[:limit], schemas):
+        bare, start = _read_bare(text, schemas, limit)
         if bare:
             return bare, text[:start]
     calls: Calls = []
@@ -223,7 +225,7 @@ def _find_calls(text: str, schemas: Schemas) -> tuple[Calls, str]:
     position, malformed = 0, 0
     while mark and malformed < _MOST_MALFORMED:
         start = mark.end()
-        reading, end = read_at(mark, text, schemas)
+        reading, end = _read_at(mark, text, schemas)
         if isinstance(reading, str):
             malformed += 1
             (mentions if end == start else calls).append(ToolCallError(message=reading))
@@ -239,10 +241,27 @@ def _find_calls(text: str, schemas: Schemas) -> tuple[Calls, str]:
     pieces.append(text[position:])
     if calls and not malformed:
         outer = [piece for piece in (pieces[0], pieces[-1]) if may_have_calls(piece, schemas)]
-        unmarked = chain(*(_valid(read_bare(piece, schemas, len(piece))[0]) for piece in outer))
+        unmarked = chain(*(_valid(_read_bare(piece, schemas, len(piece))[0]) for piece in outer))
         marked = [(call.name, call.arguments) for call in _valid(calls)]
         calls += [_without_mark(c) for c in unmarked if (c.name, c.arguments) not in marked]
     return calls or mentions, "".join(pieces)
+
+
+def _read_bare(text: str, schemas: Schemas, limit: int) -> tuple[Calls, int]:
+    from gspo_env.tools.bare import read_bare
+
+    return read_bare(text, schemas, limit)
+
+
+def _read_at(mark: re.Match[str], text: str, schemas: Schemas) -> Reading:
+    """Reads the call or calls behind a mark."""
+    close, family = MARKS.get(mark[0], ("", ""))
+    start = skip_space(text, mark.end())
+    if family == "hermes" and text.startswith(("{", "["), start):
+        return read_enclosed(close, text, start)
+    from gspo_env.tools.formats import read_family
+
+    return read_family(mark, text, schemas)
 
 
 def _without_mark(call: ToolCall) -> ToolCallError:

@@ -1,4 +1,4 @@
-"""Reads the bodies of the tool calls that begin with a mark."""
+"""Reads the bodies of the tool calls that begin with a mark, of all families but JSON alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from gspo_env.tools.arguments import Elements, typed_call
 from gspo_env.tools.json_calls import (
+    Reading,
     Schemas,
     ToolCallError,
     decode,
@@ -19,33 +20,10 @@ from gspo_env.tools.json_calls import (
     to_call,
     to_calls,
 )
-from gspo_env.tools.marks import MARK, MARKS, MINIMAX, SPACE
+from gspo_env.tools.marks import MARK, MARKS, MINIMAX
 from gspo_env.tools.python import QUOTED, literal, original_name, statements
 from gspo_env.types import ToolCall
 
-Reading = tuple[Sequence[ToolCall | ToolCallError] | str, int]
-"""The calls at a mark, or what is wrong with them, and where the text goes on. An error at the mark
-itself is text that only names the mark, if the text has calls."""
-
-_LIST = (
-    rf"(?:\w+:|dots_|ifm\|)?(?:tool|function)_calls?>"
-    rf"|{SPACE} ?\w{{0,16}}(?:calls|_use)[|\uff5c]?>?"
-)
-_OPENINGS = re.compile(
-    rf"(?:\s*(?:<(?:{_LIST})"
-    r"|<[|\uff5c]tool[_\u2581]calls?(?:_section)?(?:[_\u2581]begin)?[|\uff5c]>(?:function<\uff5ctool_sep\uff5c>)?|<\|plamo:begin_tool_requests?:plamo\|>"
-    r"|<\|open\|>tools<\|sep\|>|<\|channel\|>(?:commentary|analysis)|<\|start\|>assistant))+\s*\Z"
-)
-"""Marks before the first call that belong to none."""
-_CLOSING = (
-    rf"(?:\s*(?:</(?:{_LIST})|<[|\uff5c]tool[_\u2581]calls?(?:_section)?[_\u2581]end[|\uff5c]>"
-    r"|<\|plamo:end_tool_requests?:plamo\|>|<\|close\|>(?:tools|message)<\|sep\|>|<\|/tool_call\|>"
-    r"|<\|tool_response>|<tool_call\|>|<\|(?:calls|eom_id|eot_id|eom)\|>))"
-)
-_CLOSINGS, _CLOSINGS_AT_END = re.compile(f"{_CLOSING}*"), re.compile(rf"{_CLOSING}+\s*\Z")
-"""Marks behind a call that belong to none."""
-_LONGEST_MARKS = 256
-"""Characters at the end of a text in which such marks are removed."""
 _WRAPPERS, _OF_MESSAGES = (
     {"tool_calls", "tool_uses", "function_call"},
     {"role", "content", "refusal"},
@@ -115,27 +93,6 @@ ON_LINES = r"\r?\n(.*?)\r?\n"
 _INVOKE = _Tags("<parameter name=", "</parameter>", value=ON_LINES)
 _MINICPM = _Tags("<param name=", "</param>", value=r"<!\[CDATA\[(.*)\]\]>")
 _KIMI_3 = _Tags("<|open|>argument key=", "<|close|>argument<|sep|>", "<|sep|>")
-
-
-def without_openings(text: str) -> str:
-    """Returns the text before a call without the marks at its end that open a list of calls."""
-    return _without_marks(_OPENINGS, text)
-
-
-def without_closings(text: str) -> str:
-    """Returns a text without white space and the marks at its end that belong to no call."""
-    return _without_marks(_CLOSINGS_AT_END, text).rstrip()
-
-
-def skip_closings(text: str, start: int) -> int:
-    """Returns the position behind the marks that follow a call and belong to none."""
-    return _CLOSINGS.match(text, start).end()  # type: ignore[union-attr]  # it may be empty
-
-
-def _without_marks(marks: re.Pattern[str], text: str) -> str:
-    start = text.find("<", max(len(text) - _LONGEST_MARKS, 0))
-    match = marks.search(text, start) if start >= 0 else None
-    return text[: match.start()] if match else text
 
 
 def read_values(
@@ -272,20 +229,12 @@ def _mistral(close: str, text: str, start: int, schemas: Schemas) -> Reading:
 
 
 def _hermes(close: str, text: str, start: int, schemas: Schemas) -> Reading:
-    """Reads JSON, GLM's pairs or elements; the calls of other families follow as their own."""
+    """Reads GLM's pairs or elements; JSON is read before, and calls of other families after it."""
     inner = skip_space(text, start)
     if text.startswith(("<name>", "<tool_name>"), inner):
         return _described(close, text, start, schemas)
-    if not text.startswith(("{", "["), inner):
-        nested = MARK.match(text, inner)
-        return ([], start) if nested else _glm("", close, text, start, schemas)
-    value, end, fault = decode(text, inner)
-    stop = text.find(close, max(start, end))
-    if stop < 0:
-        return f"the tool call has no closing {close}.", inner + 1
-    if not fault and text[end:stop].strip():
-        fault = f"the tool call has text between its JSON and {close}."
-    return fault or to_calls(value), stop + len(close)
+    nested = MARK.match(text, inner)
+    return ([], start) if nested else _glm("", close, text, start, schemas)
 
 
 def _glm(prefix: str, close: str, text: str, start: int, schemas: Schemas) -> Reading:
@@ -534,7 +483,7 @@ _READERS: Mapping[str, Callable[[str, str, int, Schemas], Reading]] = {
 """The reader of a body, by its family."""
 
 
-def read_at(mark: re.Match[str], text: str, schemas: Schemas) -> Reading:
+def read_family(mark: re.Match[str], text: str, schemas: Schemas) -> Reading:
     """Reads the call or calls behind a mark."""
     if mark[0] in MARKS:
         close, family = MARKS[mark[0]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json.decoder
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -26,6 +26,11 @@ class ToolCallError:
 
     message: str
     """The error in one sentence."""
+
+
+Reading = tuple[Sequence[ToolCall | ToolCallError] | str, int]
+"""The calls at a mark, or what is wrong with them, and where the text goes on. An error at the mark
+itself is text that only names the mark, if the text has calls."""
 
 
 def levels(tree: Any) -> Iterator[list[Any]]:
@@ -139,3 +144,20 @@ DECODER = json.JSONDecoder(
     parse_constant=reject_constant, parse_float=finite_number, object_pairs_hook=_unique
 )
 """Decodes JSON without NaN, infinite numbers and keys that an object has twice."""
+
+
+def read_enclosed(close: str, text: str, start: int) -> Reading:
+    """Reads JSON between marks.
+
+    Args:
+        close: The mark behind it.
+        text: The text.
+        start: Where the JSON begins.
+    """
+    value, end, fault = decode(text, start)
+    stop = text.find(close, max(start, end))
+    if stop < 0:
+        return f"the tool call has no closing {close}.", start + 1
+    if not fault and text[end:stop].strip():
+        fault = f"the tool call has text between its JSON and {close}."
+    return fault or to_calls(value), stop + len(close)

@@ -10,6 +10,25 @@ from gspo_env.tools.json_calls import Schemas
 SPACE = r"(?:\w{1,16}:|[ |\uff5c\u2016]{0,5}DSML[ |\uff5c\u2016]{0,5})"
 """What precedes the names of XML tags: a namespace, or DSML in any bars."""
 MINIMAX = "]<]minimax[>["
+_LIST = (
+    rf"(?:\w+:|dots_|ifm\|)?(?:tool|function)_calls?>"
+    rf"|{SPACE} ?\w{{0,16}}(?:calls|_use)[|\uff5c]?>?"
+)
+_OPENINGS = re.compile(
+    rf"(?:\s*(?:<(?:{_LIST})"
+    r"|<[|\uff5c]tool[_\u2581]calls?(?:_section)?(?:[_\u2581]begin)?[|\uff5c]>(?:function<\uff5ctool_sep\uff5c>)?|<\|plamo:begin_tool_requests?:plamo\|>"
+    r"|<\|open\|>tools<\|sep\|>|<\|channel\|>(?:commentary|analysis)|<\|start\|>assistant))+\s*\Z"
+)
+"""Marks before the first call that belong to none."""
+_CLOSING = (
+    rf"(?:\s*(?:</(?:{_LIST})|<[|\uff5c]tool[_\u2581]calls?(?:_section)?[_\u2581]end[|\uff5c]>"
+    r"|<\|plamo:end_tool_requests?:plamo\|>|<\|close\|>(?:tools|message)<\|sep\|>|<\|/tool_call\|>"
+    r"|<\|tool_response>|<tool_call\|>|<\|(?:calls|eom_id|eot_id|eom)\|>))"
+)
+_CLOSINGS, _CLOSINGS_AT_END = re.compile(f"{_CLOSING}*"), re.compile(rf"{_CLOSING}+\s*\Z")
+"""Marks behind a call that belong to none."""
+_LONGEST_MARKS = 256
+"""Characters at the end of a text in which such marks are removed."""
 MARKS: Mapping[str, tuple[str, str]] = {
     "<tool_call>": ("</tool_call>", "hermes"),
     "<ifm|tool_call>": ("</ifm|tool_call>", "ifm"),
@@ -66,3 +85,24 @@ def may_have_calls(text: str, schemas: Schemas) -> bool:
 def names_tool(text: str, schemas: Schemas) -> bool:
     """Returns whether a text has what begins a call of a tool in Python or in an element."""
     return any(f"{name}(" in text or f"<{name}" in text for name in schemas)
+
+
+def without_openings(text: str) -> str:
+    """Returns the text before a call without the marks at its end that open a list of calls."""
+    return _without_marks(_OPENINGS, text)
+
+
+def without_closings(text: str) -> str:
+    """Returns a text without white space and the marks at its end that belong to no call."""
+    return _without_marks(_CLOSINGS_AT_END, text).rstrip()
+
+
+def skip_closings(text: str, start: int) -> int:
+    """Returns the position behind the marks that follow a call and belong to none."""
+    return _CLOSINGS.match(text, start).end()  # type: ignore[union-attr]  # it may be empty
+
+
+def _without_marks(marks: re.Pattern[str], text: str) -> str:
+    start = text.find("<", max(len(text) - _LONGEST_MARKS, 0))
+    match = marks.search(text, start) if start >= 0 else None
+    return text[: match.start()] if match else text

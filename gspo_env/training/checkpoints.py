@@ -199,7 +199,7 @@ class Checkpoints:
         """
         from safetensors.torch import save_file
 
-        from gspo_env.model.export import shards
+        from gspo_env.model.load import shards
 
         if not self.settings.keep:
             return False
@@ -304,7 +304,7 @@ class CheckpointWriter:
     interrupt: Interrupt
     """Whether the loop should stop."""
     facts: Mapping[str, Any]
-    """See `gspo_env.training.resume.run_facts`."""
+    """See `gspo_env.training.facts.run_facts`."""
     recorded: Callable[[], Mapping[str, int]]
     """Returns the bytes of what the run has recorded; see `RunInfo.resume`."""
     write_model: Callable[[Path, int], None]

@@ -16,13 +16,13 @@ from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.estimators import Estimator
 from gspo_env.credit.scores import ScoreChoice, Scores
+from gspo_env.engines.base import NamedTensors
 from gspo_env.errors import GspoEnvError, OutputError
 from gspo_env.files import check_types
 from gspo_env.health.findings import Finding
 from gspo_env.health.startup import check_first_steps
 from gspo_env.learner.settings import Trainer
 from gspo_env.learner.stats import TokenValues
-from gspo_env.model.export import named_weights
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
@@ -30,10 +30,9 @@ from gspo_env.seeding import derive_seed
 from gspo_env.tracking.console import part
 from gspo_env.training.checkpoints import Checkpoint, CheckpointWriter
 from gspo_env.training.curriculum import TaskSampler
-from gspo_env.training.resume import generator_states, set_generator_states
+from gspo_env.training.facts import generator_states, set_generator_states
 from gspo_env.training.rollout_buffer import RolloutBuffer
 from gspo_env.training.split import Split
-from gspo_env.training.weight_check import check_sync
 from gspo_env.types import FloatArray, Group, Score, Task
 
 _DAMAGE = (
@@ -200,7 +199,7 @@ class Loop:
         """
         engine = self.collector.engine
         if not engine.copies:
-            await engine.update_weights(named_weights(self.learner.policy), self.step)
+            await engine.update_weights(self._named_weights(), self.step)
 
     async def _save(self, must: bool = False) -> None:
         """Saves the run if it must be saved, if that is due, or if it is the best so far.
@@ -286,17 +285,26 @@ class Loop:
             )
         return credit
 
+    def _named_weights(self) -> NamedTensors:
+        """Yields the learner's weights; an engine that computes with them asks for none."""
+        from gspo_env.model.export import named_weights
+
+        yield from named_weights(self.learner.policy)
+
     async def _sync(self, version: int) -> dict[str, float]:
         """Sends the learner's weights to the engine and compares the two; returns the metrics."""
-        started, named = time.perf_counter(), named_weights(self.learner.policy)
+        started, named = time.perf_counter(), self._named_weights()
         with part("sync"):
             if self.buffer.ahead:
                 await self.collector.update_in_flight(named, version)
             else:
                 await self.collector.engine.update_weights(named, version)
         seconds = time.perf_counter() - started
-        probed = await check_sync(self.collector, self.learner, self.buffer.run)
-        metrics = {"time/sync": seconds, **probed}
+        metrics = {"time/sync": seconds}
+        if self.collector.engine.copies:
+            from gspo_env.training.weight_check import check_sync
+
+            metrics |= await check_sync(self.collector, self.learner, self.buffer.run)
         return metrics | self.collector.metrics() | self.collector.engine.metrics()
 
     def _samples(

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import random
 import reprlib
 import tomllib
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.env.registration import moved_only
 from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.files import check_folder, parse_toml
 from gspo_env.model.weights import MODEL, saved_step
+from gspo_env.saved import SavedSettings, check_model, parse, read_settings
 from gspo_env.tracking.base import flatten
 from gspo_env.training.checkpoints import START, Checkpoint, Checkpoints, damage
-from gspo_env.trust import SavedSettings, check_model, parse, read_settings
+from gspo_env.training.facts import fingerprint
 
 _CHANGEABLE = (
     "steps",
@@ -141,7 +136,7 @@ def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> 
 
     Raises:
         ConfigError: Another setting differs, the run has done more steps already, or the
-            checkpoint names something that the user has to give; see `gspo_env.trust`.
+            checkpoint names something that the user has to give; see `gspo_env.saved`.
     """
     text, model = checkpoint.numbers["config"], checkpoint.numbers["model"]
     check_model(run, model, "" if config is None else config.model)
@@ -180,34 +175,6 @@ def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> 
     return config
 
 
-def run_facts(config: Config, model: Any, source: str) -> dict[str, Any]:
-    """Returns what does not change in a run, and what a process that resumes it needs.
-
-    Args:
-        config: The settings.
-        model: The model before training, without the adapter that training adds.
-        source: The folder or the hub id of the model; empty if it was given or made.
-    """
-    return {
-        "config": to_toml(config),
-        "model": source,
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "fingerprint": fingerprint(model),
-    }
-
-
-def fingerprint(model: Any) -> str:
-    """Returns a checksum of the names, dtypes and values of a model's weights."""
-    import torch
-
-    digest = hashlib.sha256()
-    for name, weight in model.named_parameters():
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        values = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(values.numpy().data)
-    return digest.hexdigest()
-
-
 def _load_start(folder: Path, dtype: str) -> tuple[Any, Any]:
     from gspo_env.model.load import load_model
 
@@ -218,42 +185,3 @@ def _load_start(folder: Path, dtype: str) -> tuple[Any, Any]:
         # memory of a mapped file is aligned in another way, and kernels may round in another order
         weight.data = weight.data.clone()
     return model, tokenizer
-
-
-def generator_states() -> dict[str, Any]:
-    """Returns the states of the global generators, which environments may use, as JSON."""
-    import torch
-
-    kind, keys, *rest = np.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {
-        "python": random.getstate(),
-        "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "torch": torch.get_rng_state().tolist(),
-        "cuda": [state.tolist() for state in cuda],
-        "threads": torch.get_num_threads(),  # sums round in another order with another number
-    }
-
-
-def seed_generators(seed: int) -> None:
-    """Seeds the global generators, which environments and models may use."""
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Sets the global generators to the result of `generator_states`."""
-    import torch
-
-    if "threads" in states and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(states["threads"], os.cpu_count() or 1)))
-    version, keys, gauss = states["python"]
-    random.setstate((version, tuple(keys), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-    for device, state in enumerate(states["cuda"]):
-        torch.cuda.set_rng_state(torch.tensor(state, dtype=torch.uint8), device)

@@ -11,9 +11,8 @@ from support import flash_reference
 from support.pretend_device import pretend_gpu
 
 from gspo_env.batch.prefix import Run
-from gspo_env.model import flash as varlen
 from gspo_env.model import masked_attention
-from gspo_env.model.attention import PackedAttention
+from gspo_env.model.attention import PackedAttention, has_kernel
 from gspo_env.model.tree_attention import TreeAttention
 
 flash_reference.register()
@@ -62,7 +61,7 @@ def compare(make, tensors, window, tolerance):
     with pytest.MonkeyPatch.context() as patched:
         plain = make()
         expected = results(lambda q, k, v: plain.attend(0, q, k, v, 0.3, window), tensors)
-        patched.setattr(varlen, "has_kernel", lambda *_: True)
+        patched.setattr(PackedAttention, "has_kernel", staticmethod(lambda *_: True))
         found = results(lambda q, k, v: make().attend(0, q, k, v, 0.3, window), tensors)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
@@ -79,7 +78,7 @@ def test_trees_have_the_output_and_gradients_of_the_masked_path(runs, heads, win
 
     class Masked(TreeAttention):
         def attend(self, layer, q, k, v, scale, window):
-            if varlen.has_kernel(q, k, v):
+            if has_kernel(q, k, v):
                 return super().attend(layer, q, k, v, scale, window)
             return masked_attention.attend(self, q, k, v, scale, window)
 
@@ -91,14 +90,14 @@ def tensors_of(dtype=torch.bfloat16, sizes=(16, 16, 16), device="cuda"):
 
 
 def test_the_kernels_are_for_half_precision_on_a_gpu():
-    assert not varlen.has_kernel(*tensors_of(device="cpu"))
+    assert not has_kernel(*tensors_of(device="cpu"))
     with pretend_gpu():
-        assert varlen.has_kernel(*tensors_of())
-        assert varlen.has_kernel(*tensors_of(torch.float16))
-        assert not varlen.has_kernel(*tensors_of(torch.float32))
+        assert has_kernel(*tensors_of())
+        assert has_kernel(*tensors_of(torch.float16))
+        assert not has_kernel(*tensors_of(torch.float32))
         q, k, v = tensors_of()
-        assert varlen.has_kernel(q.float(), k.float(), v)  # as some norms leave them
-        assert not varlen.has_kernel(q, k, v.float())
+        assert has_kernel(q.float(), k.float(), v)  # as some norms leave them
+        assert not has_kernel(q, k, v.float())
 
 
 FORK = [

@@ -9,10 +9,10 @@ from support.runs import drawn, timeless
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
+from gspo_env.saved import read_saved
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.training import draw_tasks
 from gspo_env.training.split import Split, join
-from gspo_env.trust import read_saved
 from gspo_env.types import Task, bare_episode
 
 

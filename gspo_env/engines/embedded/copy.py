@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gspo_env.engines.base import Completion, Engine, NamedTensors, Sampling
-from gspo_env.engines.embedded.engine import TransformersEngine
-from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.errors import EngineError
+
+if TYPE_CHECKING:
+    from gspo_env.engines.embedded.engine import TransformersEngine
+    from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 
 
 class CopyEngine(Engine):

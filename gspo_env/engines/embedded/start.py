@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo_env.engines.base import Engine
-from gspo_env.engines.embedded.copy import CopyEngine
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.kv_cache import KVCache
-from gspo_env.engines.embedded.unpacked import ModelCache, UnbatchedEngine
 from gspo_env.errors import ModelError
 from gspo_env.model.check import (
     LONG,
@@ -23,6 +21,9 @@ from gspo_env.model.check import (
     note_check,
     noted_check,
 )
+
+if TYPE_CHECKING:
+    from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 
 _NOTE = "_gspo_engine_check"
 
@@ -41,11 +42,17 @@ def start_embedded(model: Any, *, max_slots: int, max_context: int, copy: bool =
     def start(model: Any) -> TransformersEngine | UnbatchedEngine:
         if check.mode is not RunMode.UNPACKED:
             return TransformersEngine(model, max_slots=max_slots, max_context=max_context)
+        from gspo_env.engines.embedded.unpacked import UnbatchedEngine
+
         return UnbatchedEngine(
             model, max_slots=max_slots, max_context=max_context, whole_turns=check.whole_turns
         )
 
-    return CopyEngine(model, start) if copy else start(model)
+    if not copy:
+        return start(model)
+    from gspo_env.engines.embedded.copy import CopyEngine
+
+    return CopyEngine(model, start)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +160,8 @@ def _step(probe: ModelProbe) -> float:
 
 def _continue(probe: ModelProbe, stops: list[int]) -> float:
     """Feeds a prompt to the model's own cache, then the tokens up to each stop."""
+    from gspo_env.engines.embedded.unpacked import ModelCache
+
     cache, differences = ModelCache(probe.model), []
     for start, stop in zip([0, *stops], stops, strict=False):
         logits = cache.feed(probe.ids[0][start:stop].tolist())
