@@ -12,7 +12,7 @@ from typing import Any, Literal
 from gspo_env.env.base import Options, ResetResult
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError, ToolServerError
-from gspo_env.tools.arguments import decode
+from gspo_env.tools.json_calls import decode
 from gspo_env.tools.python import literal
 from gspo_env.tools.schema import arguments_validator
 from gspo_env.tools.tool import Tool
