@@ -15,7 +15,7 @@ from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
 
 from gspo_env.errors import ConfigError
-from gspo_env.tools.arguments import whole_numbers
+from gspo_env.tools.json_calls import whole_numbers
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PROSE = ("Returns", "Yields", "Raises", "Example", "Examples", "Note", "Notes")
