@@ -165,7 +165,7 @@ TYPED = [
     ({"type": "integer"}, "2.5", ToolCallError),
     ({"type": "integer"}, "2.0", 2),
     ({"type": ["integer", "null"]}, "-3e2", -300),
-    ({"type": ["integer", "number"]}, "2.0", 2.0),
+    ({"type": ["integer", "number"]}, "2.0", 2),
     ({"type": "number"}, "2.0", 2.0),
     ({"enum": ["on", 3]}, "3", 3),
     ({"enum": ["on", None]}, "null", None),
