@@ -145,12 +145,19 @@ def memory(sizes: Sizes, config: Config, tokens: float, longest: int) -> dict[st
         "copies": (copies + 2.0 * bool(config.supply.max_staleness)) * sizes.parameters * weight,
         "gradients": gradients,
         "optimiser": float(state * trained),
-        "cache": config.rollout.concurrency * cached,
+        "cache": _slots(sizes, config) * cached,
         "program": _PROGRAM * sizes.on_cpu,
         # gradients come in place of the activations of the only row
         "largest pass": max(kept - gradients * (tokens <= row), saved, 0.0),
     }
     return {name: size for name, size in parts.items() if size}
+
+
+def _slots(sizes: Sizes, config: Config) -> int:
+    """Returns the slots of the engine's cache; on a CPU they are as many as are in use at once."""
+    batch = config.tasks_per_step * config.rollout.group_size * (1 + config.supply.max_staleness)
+    most = max(batch, 2 * int(config.eval_tasks)) if sizes.on_cpu else config.rollout.concurrency
+    return min(config.rollout.concurrency, most)
 
 
 def remedies(sizes: Sizes, config: Config, tokens: float, longest: int, free: float) -> str:

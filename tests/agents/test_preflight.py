@@ -69,6 +69,9 @@ def test_a_cpu_has_more_copies_in_bfloat16_and_holds_a_checkpoint_in_memory():
     parts = memory(on_cpu, override(ROWS, {"model_dtype": "bfloat16"}), **WORK)
     assert parts["copies"] == 2e6  # in the order of the engine's kernels
     assert parts["cache"] == 64 * 500 * 750  # keys in float32
+    few = override(ROWS, {"tasks_per_step": 2, "rollout": {"group_size": 4}, "eval_tasks": 3})
+    for tree, slots in (({}, 8), ({"eval_tasks": 5}, 10), ({"supply": {"max_staleness": 1}}, 16)):
+        assert memory(on_cpu, override(few, tree), **WORK)["cache"] == slots * 500 * 1000
     parts = memory(on_cpu, ROWS, 1, 1)
     assert parts["gradients"] + parts["largest pass"] == 12e6  # of a checkpoint
 

@@ -88,6 +88,36 @@ def test_no_request_meets_the_keys_of_another_and_no_slot_is_lost(peaked, seed):
     assert sorted(held._free) == [s.index for s in held._slots if not s.sessions]
 
 
+def test_the_cache_has_as_many_slots_as_are_in_use_and_grows(peaked):
+    prompts = [[n + 1, *range(20)] for n in range(12)]
+
+    async def play(engine, count):
+        kinds = [Sampling(max_tokens=4, seed=n) for n in range(count)]
+        jobs = [engine.generate(prompts[n], kind, f"s{n}") for n, kind in enumerate(kinds)]
+        return [(c.token_ids, c.logprobs) for c in await asyncio.gather(*jobs)]
+
+    def slots(engine):
+        return {len(tensor) for layer in engine._cache._layers.values() for tensor in layer}
+
+    engine = TransformersEngine(peaked, max_slots=256, max_context=100)
+    first = asyncio.run(play(engine, 3))
+    assert slots(engine) == {3}
+    more = asyncio.run(play(engine, 12))  # the first three continue their sessions
+    assert slots(engine) == {12}
+    assert [token_ids for token_ids, _ in more[:3]] == [token_ids for token_ids, _ in first]
+    fresh = asyncio.run(play(TransformersEngine(peaked, max_slots=12, max_context=100), 12))
+    assert [ids for ids, _ in fresh] == [ids for ids, _ in more]
+    forked = TransformersEngine(peaked, max_slots=256, max_context=100)
+
+    async def fork():  # one sequence until they sample different ids
+        kinds = [Sampling(max_tokens=8, temperature=5.0, seed=n) for n in range(9)]
+        return await asyncio.gather(*(forked.generate(prompts[0], kind) for kind in kinds))
+
+    for done in asyncio.run(fork()):
+        assert difference(peaked, prompts[0], done, 5.0) < 1e-4
+    assert max(slots(forked)) <= 9 + 9 // 4  # a little more than in use, when it grows
+
+
 @pytest.mark.parametrize("session", range(5))
 def test_a_second_request_of_a_session_at_the_same_time_has_all_keys(peaked, session):
     prompt = [n * 7 % VOCABULARY for n in range(30)]

@@ -30,6 +30,8 @@ _FIRST_CAPACITY = 128
 class KVCache:
     """Keys and values of each layer, (S, H, capacity, D); the capacity grows when needed.
 
+    On a CPU the slots grow too: there are about as many as have been in use at once.
+
     On a CPU, the numbers of a key have a distance of `capacity` in memory. A product of a few
     queries with such keys takes about half of the time. Keys there are float32, because a product
     rounds scores to the dtype of the keys. Values in half precision may have more places than keys.
@@ -40,9 +42,9 @@ class KVCache:
         self.capacity = padded_length(min(_FIRST_CAPACITY, max_context))
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.device = next(model.parameters()).device
-        self._slots, self._graphs = slots, None
+        self._most_slots, self._slots, self._graphs = slots, 0, None
         if self.device.type == "cuda":
-            self._slots += 1  # where the idle slots of a graph write
+            self._slots = slots + 1  # where the idle slots of a graph write
             from gspo_env.engines.embedded.graphs import DecodeGraphs
 
             self._graphs = DecodeGraphs(model, self, slots)
@@ -56,6 +58,8 @@ class KVCache:
         """Frees the memory."""
         self._moved()
         self._layers.clear()
+        if self._graphs is None:
+            self._slots = 0
 
     def _moved(self) -> None:
         if self._graphs is not None:
@@ -68,6 +72,7 @@ class KVCache:
         A slot can be both: what it held before is copied.
         """
         order = np.argsort(lengths)[::-1]
+        self._reserve(0, max(targets) + 1)
         slots = np.stack([sources, targets], 1)[order]
         parts = _of_similar_length(np.asarray(lengths)[order])
         places = iter(upload([slots[part].T.reshape(-1) for part, _ in parts], self.device))
@@ -105,7 +110,7 @@ class KVCache:
         longest = max(start + len(feed) for start, feed in zip(starts, feeds, strict=True))
         if longest > self._max_context:
             raise EngineError(f"{longest} tokens do not fit a context of {self._max_context}")
-        self._reserve(longest)
+        self._reserve(longest, max(slots) + 1)
         if model.training:
             model.eval()
         if self._graphs is not None:
@@ -157,18 +162,21 @@ class KVCache:
         keys = like.new_zeros(self._slots, heads, size, self.capacity, dtype=wide)
         return keys.transpose(2, 3), values
 
-    def _reserve(self, length: int) -> None:
-        """Lets slots hold this many tokens; little more, because idle places spread the keys."""
-        before = self.capacity
-        if length <= before:
+    def _reserve(self, length: int, slots: int) -> None:
+        """Makes room for so many tokens in so many slots; little more, which spreads the keys."""
+        before, held = self.capacity, self._slots
+        if length <= before and slots <= held:
             return
-        more = max(length, before + before // 4)
-        self.capacity = padded_length(min(more, self._max_context))
+        if length > before:
+            more = max(length, before + before // 4)
+            self.capacity = padded_length(min(more, self._max_context))
+        if slots > held:
+            self._slots = min(max(slots, held + held // 4), self._most_slots)
         self._moved()
         for index, layer in self._layers.items():
             self._layers[index] = self._allocate(layer[1].shape[1], layer[1])
             for new, old in zip(self._layers[index], layer, strict=True):
-                new[:, :, :before] = old[:, :, :before]
+                new[:held, :, :before] = old[:, :, :before]
 
 
 class _Step:
