@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from gspo_env.rollout.settings import RolloutConfig
 ENV = "gspo/Lookup-v0"
 LIMITS = {"max_turn_tokens": 32, "max_context": 512}
 """Limits of the recipe `tiny`."""
+GROUP, CLIP, CONTEXT = 8, (0.03, 0.05), 512
+"""Of the trainings that are compared with TRL."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,3 +146,66 @@ def show(name: str, values: list[float], unit: str) -> float:
     middle = statistics.median(values)
     print(f"{name:44} {middle:10.4g} {unit}  ({min(values):.4g} to {max(values):.4g})")
     return middle
+
+
+@dataclass(frozen=True)
+class Training:
+    """What depends on the model."""
+
+    model: str
+    env_id: str
+    tasks: int
+    minibatches: int
+    rate: float
+    warm: int
+    norm: float
+    turn: int
+    rank: int
+    imitation: dict[str, Any]
+
+
+TRAININGS = {
+    "tiny": Training("", "gspo/Lookup-v0", 32, 4, 1e-3, 20, 0.1, 32, 0, {"imitation_steps": 110}),
+    "smollm2": Training("smollm2", "gspo/Story-v0", 8, 2, 1e-4, 2, 0.03, 40, 16, {}),
+}
+
+
+def make_start(training: Training, folder: Path) -> None:
+    """Saves the model of a recipe, or its adapter, after the imitation."""
+    from gspo_agents.gspo import GSPOAgent
+    from gspo_env.config import Config
+    from gspo_env.tracking.console import Progress
+
+    config = Config.from_recipe(training.model or "tiny", recipe=training.imitation)
+    GSPOAgent(env=training.env_id, config=config).save_start(folder, Progress())
+
+
+def start_agent(training: Training, start: Path, seed: int, **settings: Any) -> Any:
+    """Loads an agent that begins with the start and trains or evaluates with these settings."""
+    from gspo_agents.gspo import GSPOAgent
+    from gspo_env.config import Config
+
+    config = Config.from_recipe(
+        env=training.env_id,
+        model=training.model or str(start),
+        recipe="none",
+        seed=seed,
+        tasks_per_step=training.tasks,
+        eval_every=0,
+        tracker="none",
+        rollout={"group_size": GROUP, "max_turn_tokens": training.turn, "max_context": CONTEXT}
+        | ({"concurrency": 64} if training.model else {}),
+        loss={"clip_low": CLIP[0], "clip_high": CLIP[1]},
+        learner={
+            "learning_rate": training.rate,
+            "warmup_steps": training.warm,
+            "minibatches": training.minibatches,
+            "schedule": "cosine",
+            "max_grad_norm": training.norm,
+            "lora_rank": training.rank,
+        },
+        checkpoints={"keep": 0},
+        episodes={"keep_episodes": "none"},
+        **settings,
+    )
+    return GSPOAgent.from_start(start, config)

@@ -17,7 +17,7 @@ trained for 300 steps. `--run` measures the model of each checkpoint of a run wi
 
     gspo-env train --output FOLDER --checkpoints.save-every 3 --checkpoints.keep 20
 
-With `--model smollm2`, the model and its task are those of `time_to_success.py`, and FOLDER has the
+With `--model smollm2`, the model and its task are those of `against_trl.py`, and FOLDER has the
 adapter that has imitated; without one it imitates first.
 """
 
@@ -32,9 +32,17 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from common import Player, alternate, cpu_seconds, make_player, show
+from common import (
+    TRAININGS,
+    Player,
+    alternate,
+    cpu_seconds,
+    make_player,
+    make_start,
+    show,
+    start_agent,
+)
 from safetensors.torch import load_file
-from time_to_success import TRAININGS, make_start, start_agent
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from gspo_env.chat.transcript import ChatTokenizer
