@@ -9,6 +9,7 @@ from typing import ClassVar
 import psutil
 import pytest
 import torch
+from support.small_env import Small
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_agents.preflight import (
@@ -23,7 +24,6 @@ from gspo_agents.preflight import (
 from gspo_env.cli.main import parse
 from gspo_env.config import Config, override
 from gspo_env.engines.embedded.engine import TransformersEngine
-from gspo_env.env.base import TextEnv
 from gspo_env.errors import TrainingError
 from gspo_env.model.thread_speed import best, measure
 
@@ -128,7 +128,7 @@ def test_a_preflight_leaves_model_and_generators_as_they_were(agent, capsys, ran
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class Keyed(TextEnv):
+class Keyed(Small):
     """Has eight tasks and notes the one that each environment was reset to last."""
 
     num_tasks = 8
@@ -138,9 +138,6 @@ class Keyed(TextEnv):
         super().reset(seed=seed)
         key = self.last[id(self)] = str(seed % 8)
         return f"task {key}", {"task_key": key}
-
-    def step(self, action):
-        return "", 1.0, True, False, {}
 
 
 def test_a_preflight_plays_no_task_that_is_held_out(agent, capsys):
@@ -153,15 +150,10 @@ def test_a_preflight_plays_no_task_that_is_held_out(agent, capsys):
     assert not held_out.intersection(Keyed.last.values())
 
 
-class Wordy(TextEnv):
+class Wordy(Small):
     """Has one long prompt."""
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return "word " * 300, {}
-
-    def step(self, action):
-        return "", 1.0, True, False, {}
+    first = "word " * 300
 
 
 def test_an_engine_too_slow_for_a_single_turn_has_actions_as_long_as_they_may_be(

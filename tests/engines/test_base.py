@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gspo_env.engines.base import (
     Completion,
+    Engine,
     Sampling,
     check_completion,
     drained,
@@ -115,7 +116,7 @@ def test_every_well_formed_completion_is_accepted(ids, stopped, logprobs):
     check_completion(done, Sampling(max_tokens=len(ids), stop_ids=(2,)), 300)
 
 
-class Returning:
+class Returning(Engine):
     """An engine that returns the same completion for every request."""
 
     def __init__(self, done):
@@ -123,9 +124,6 @@ class Returning:
 
     async def generate(self, prompt_ids, sampling, session=None):
         return self.done
-
-    def release(self, session):
-        pass
 
 
 def play(engine, chat):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.plain_models import llama, qwen2, qwen3, steps
+from support.plain_models import llama, qwen2, qwen3, steps, with_weights
 
 from gspo_env.engines.embedded.compiled import describe, start_compiled
 from gspo_env.engines.embedded.direct import DirectForward
@@ -96,12 +96,7 @@ def test_attention_of_decoding_rows_is_that_of_pytorch(case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("make", [llama, qwen2, qwen3])
 def test_ragged_steps_have_the_numbers_of_the_models_modules(make, dtype):
-    torch.manual_seed(0)
-    model = make().eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.0, 0.1)
-    model = model.to(dtype)
-    use_ragged_attention(model)
+    model = with_weights(make, 0.1, dtype)
     direct = DirectForward(model, fused=True, compiled=True)
     assert direct.rows is not None
     modules, ours = steps(model), steps(model, direct)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.plain_models import SHAPE, llama, qwen2, steps
+from support.plain_models import SHAPE, llama, qwen2, steps, with_weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gspo_env.engines.embedded.direct import DirectForward, start_direct
@@ -16,11 +16,7 @@ from gspo_env.model.load import add_adapter
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("make", [llama, qwen2])
 def test_ragged_steps_have_the_log_probabilities_of_the_models_modules(make, fused):
-    torch.manual_seed(0)
-    model = make().eval()
-    for parameter in model.parameters():  # large enough to make every part count
-        torch.nn.init.normal_(parameter, 0.0, 0.3)
-    use_ragged_attention(model)
+    model = with_weights(make, 0.3)
     assert start_direct(model) is not None
     direct = DirectForward(model, fused=fused)
     torch.testing.assert_close(steps(model, direct), steps(model), rtol=1e-5, atol=2e-5)
@@ -32,12 +28,7 @@ def test_ragged_steps_have_the_log_probabilities_of_the_models_modules(make, fus
 def test_a_bfloat16_model_is_computed_as_by_its_modules_or_more_exactly(make, fused, dtype):
     if fused and dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("the processor has no AVX-512, so oneDNN has no products of bfloat16")
-    torch.manual_seed(0)
-    model = make().eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.0, 0.1)
-    model = model.bfloat16()
-    use_ragged_attention(model)
+    model = with_weights(make, 0.1, torch.bfloat16)
     exact = steps(copy.deepcopy(model).float())
     direct = DirectForward(model, fused=fused, dtype=dtype)
     for _ in range(2):
@@ -99,10 +90,7 @@ def test_the_models_own_pass_runs_while_a_module_has_a_hook(model):
 
 
 def test_a_model_whose_logits_round_by_more_is_still_run_directly():
-    torch.manual_seed(0)
-    model = llama().eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    model = with_weights(llama, 0.3)
     model.lm_head.weight.data.mul_(3000)
     check_model(model)
     assert start_direct(model) is not None

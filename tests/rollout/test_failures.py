@@ -17,7 +17,6 @@ from support.rollouts import collector, episodes
 from support.scripted_engine import Scripted
 from support.small_env import Small
 
-from gspo_env.env.base import TextEnv
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
@@ -330,10 +329,7 @@ def test_a_process_with_a_stuck_environment_ends():
 
 @pytest.mark.parametrize(("seconds", "stop"), [(0.02, "timeout"), (30.0, "env_timeout")])
 def test_a_call_that_lasts_as_the_time_runs_out_is_a_hang_only_if_it_goes_on(seconds, stop):
-    class Quick(TextEnv):
-        def reset(self, *, seed=None, options=None):
-            return "go", {}
-
+    class Quick(Small):
         def step(self, action):
             done.wait(seconds)
             return "on", 0.0, False, False, {}

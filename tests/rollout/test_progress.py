@@ -6,8 +6,8 @@ import threading
 import time
 
 import pytest
+from support.scripted_engine import Scripted
 
-from gspo_env.engines.base import Completion
 from gspo_env.env.base import TextEnv
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
@@ -33,24 +33,17 @@ class Held(TextEnv):
         return "go on", 0.0, self.turn == 3, False, {}
 
 
-class Engine:
+class Engine(Scripted):
     """Answers at once, or when it is allowed to."""
 
     def __init__(self, gate=None):
+        super().__init__(lambda prompt_ids, sampling: sampling.stop_ids[:1])
         self.gate = gate
 
     async def generate(self, prompt_ids, sampling, session=None):
         while self.gate is not None and not self.gate.is_set():
             await asyncio.sleep(0.01)
-        return Completion(
-            token_ids=(sampling.stop_ids[0],),
-            logprobs=(-1.0,),
-            finish_reason="stop",
-            weights_version=0,
-        )
-
-    def release(self, session):
-        pass
+        return await super().generate(prompt_ids, sampling, session)
 
 
 def collected(chat, engine, make, seconds, caplog, release=None):

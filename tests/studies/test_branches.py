@@ -13,6 +13,7 @@ from support import forks, runs
 from support.credits import check, group
 from support.credits import episode as credited
 from support.rollouts import collector, episodes
+from support.scripted_engine import Scripted
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.packing import pack
@@ -20,7 +21,6 @@ from gspo_env.batch.sample import to_samples
 from gspo_env.check.actions import random_policy
 from gspo_env.config import override
 from gspo_env.credit import ReturnsToGo, estimate
-from gspo_env.engines.base import Completion, Engine
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError
@@ -63,19 +63,16 @@ def test_without_branches_the_baseline_is_that_of_returns_to_go(gamma):
     check(ours, *map(list, theirs))
 
 
-class Babbler(Engine):
-    """Samples random and hostile actions."""
+def babbler(chat):
+    """An engine that samples random and hostile actions."""
 
-    def __init__(self, chat):
-        self.chat = chat
-
-    async def generate(self, prompt_ids, sampling, session=None):
+    def answer(prompt_ids, sampling):
         rng = random.Random(sampling.seed)
-        text = random_policy(rng, self.chat.decode_all(prompt_ids[-200:]))
+        text = random_policy(rng, chat.decode_all(prompt_ids[-200:]))
         text = text[:200].encode("utf-8", "replace").decode()
-        ids = (*self.chat.encode(text)[: sampling.max_tokens - 1], self.chat.stop_ids[0])
-        logprobs = tuple(-rng.random() for _ in ids)
-        return Completion(token_ids=ids, logprobs=logprobs, finish_reason="stop", weights_version=0)
+        return (*chat.encode(text)[: sampling.max_tokens - 1], chat.stop_ids[0])
+
+    return Scripted(answer)
 
 
 class Counter(TextEnv):
@@ -112,7 +109,7 @@ class Judged(Counter):
 
 def play(chat, make, rule, tasks=3, size=3):
     config = RolloutConfig(max_turns=5, max_turn_tokens=300, max_context=1 << 20)
-    running = rule.wrap(Collector(Babbler(chat), chat, EnvPool(make), config))
+    running = rule.wrap(Collector(babbler(chat), chat, EnvPool(make), config))
     every = [Task(env_id="test", seed=n) for n in range(tasks)]
     return asyncio.run(running.collect(every, seed=0, group_size=size))
 

@@ -11,6 +11,7 @@ from transformers import (
 )
 
 from gspo_env.engines.embedded.kv_cache import KVCache
+from gspo_env.model.attention import use_ragged_attention
 
 SHAPE = {
     **{"vocab_size": 97, "hidden_size": 128, "intermediate_size": 80, "num_hidden_layers": 2},
@@ -32,6 +33,17 @@ def qwen2():
 
 def qwen3():
     return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=64))
+
+
+def with_weights(make, spread, dtype=torch.float32):
+    """A model with random weights, large enough to make every part count."""
+    torch.manual_seed(0)
+    model = make().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, spread)
+    model = model.to(dtype)
+    use_ragged_attention(model)
+    return model
 
 
 def steps(model, direct=None):

@@ -6,6 +6,8 @@ from gspo_env.engines.base import Completion, Engine
 class Scripted(Engine):
     """Answers with the ids that a function of the prompt and the sampling returns."""
 
+    weights_version = 0
+
     def __init__(self, answer):
         self.answer = answer
 
@@ -15,5 +17,5 @@ class Scripted(Engine):
             token_ids=ids,
             logprobs=(-1.0,) * len(ids),
             finish_reason="stop" if ids[-1] in sampling.stop_ids else "length",
-            weights_version=0,
+            weights_version=self.weights_version,
         )

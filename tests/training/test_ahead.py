@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.runs import talks
+from support.scripted_engine import Scripted
 from support.small_env import Small
 from support.virtual_clock import run
 
@@ -19,7 +20,6 @@ from gspo_agents.setup import start_engine
 from gspo_env.batch.sample import to_samples
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config, load_toml, override
-from gspo_env.engines import Completion, Engine
 from gspo_env.engines.embedded.copy import CopyEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.errors import ConfigError
@@ -190,23 +190,15 @@ def test_weights_change_between_two_turns_and_each_turn_has_the_log_probabilitie
 def test_no_action_begins_while_an_engine_takes_weights_that_cannot_in_flight():
     log = []
 
-    class Slow(Engine):
-        weights_version = running = 0
+    class Slow(Scripted):
+        running = 0
 
         async def generate(self, prompt_ids, sampling, session=None):
             log.append("begin")
             self.running += 1
             await asyncio.sleep(1.0)
             self.running -= 1
-            return Completion(
-                token_ids=(5,) * sampling.max_tokens,
-                logprobs=(-1.0,) * sampling.max_tokens,
-                finish_reason="length",
-                weights_version=self.weights_version,
-            )
-
-        def release(self, session):
-            pass
+            return await super().generate(prompt_ids, sampling, session)
 
         async def update_weights(self, named, version):
             log.append("from")
@@ -225,7 +217,7 @@ def test_no_action_begins_while_an_engine_takes_weights_that_cannot_in_flight():
     limits = RolloutConfig(max_turn_tokens=2, max_context=200)
     chat = ChatTokenizer(build_tokenizer(["go more"]))
     pool = EnvPool(lambda: Talks(max_turns=9), Talks())
-    collector = Collector(Slow(), chat, pool, limits)
+    collector = Collector(Slow(lambda *_: (5, 5)), chat, pool, limits)
 
     async def work():
         tasks = [Task(env_id="x", seed=n) for n in range(3)]

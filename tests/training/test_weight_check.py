@@ -42,12 +42,6 @@ class Copying(Engine):
         finally:
             self.running[one] -= 1
 
-    def release(self, session):
-        pass
-
-    async def sleep(self):
-        pass
-
     async def update_weights(self, named_tensors, version):
         for name, tensor in named_tensors:
             for one, model in enumerate(self.models):
