@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from gspo_env.distributed.worker import Lines, WorkerStatus, most_episodes
@@ -36,25 +35,19 @@ class WorkerDied(Exception):
     """The process of a worker has ended."""
 
 
-class _State(StrEnum):
-    STARTING = "starting"
-    READY = "ready"
-    LOST = "lost"
-
-
 @dataclass(slots=True)
 class _Worker:
     """One worker and its state."""
 
     number: int
     handle: RayHandle
-    state: _State = _State.STARTING
-    started: float = field(default_factory=time.monotonic)
     answered: float = field(default_factory=time.monotonic)
     """When it last answered, or was started."""
     pending: Future[WorkerStatus] | None = None
     """The running request for its status."""
     status: WorkerStatus | None = None
+    """None while it starts."""
+    is_lost: bool = False
     requests: list[RolloutRequest] = field(default_factory=list)
     """The groups that it plays."""
 
@@ -63,17 +56,17 @@ class _Worker:
         return sum(request.group_size for request in self.requests)
 
     @property
-    def pid(self) -> int:
-        return self.status.pid if self.status is not None else 0
+    def is_ready(self) -> bool:
+        return self.status is not None and not self.is_lost
 
     def describe(self) -> str:
         """Returns what the worker is doing."""
-        now = time.monotonic()
+        seconds = time.monotonic() - self.answered
         if self.status is None:
-            return f"worker {self.number} has been starting for {now - self.started:.0f} s"
-        text = f"worker {self.number} (process {self.pid}) plays {len(self.requests)} groups"
-        if now - self.answered > 5 * _STATUS_SECONDS:
-            return f"{text} and has not answered for {now - self.answered:.0f} s"
+            return f"worker {self.number} has been starting for {seconds:.0f} s"
+        text = f"worker {self.number} (process {self.status.pid}) plays {len(self.requests)} groups"
+        if seconds > 5 * _STATUS_SECONDS:
+            return f"{text} and has not answered for {seconds:.0f} s"
         return f"{text}: {self.status.waits}"
 
 
@@ -114,7 +107,7 @@ class WorkerPool:
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the workers since their start."""
         return {
-            "rollout/workers": float(sum(w.state is _State.READY for w in self._workers)),
+            "rollout/workers": float(sum(w.is_ready for w in self._workers)),
             "rollout/workers_lost": float(self.lost),
             "rollout/worker_restarts": float(self.restarts),
             "rollout/reissued_groups": float(self.reissued),
@@ -155,13 +148,13 @@ class WorkerPool:
                 await asyncio.sleep(0.02)
 
     def _free_worker(self) -> _Worker | None:
-        if all(worker.state is _State.LOST for worker in self._workers):
+        if all(worker.is_lost for worker in self._workers):
             raise RolloutError(
                 f"none of the {len(self._workers)} workers is left; the last one was lost "
                 f"because: {self._loss}"
             )
         most = most_episodes(self._limits)
-        free = [w for w in self._workers if w.state is _State.READY and w.episodes < most]
+        free = [w for w in self._workers if w.is_ready and w.episodes < most]
         return min(free, key=lambda worker: worker.episodes, default=None)
 
     def idle(self) -> float:
@@ -173,15 +166,14 @@ class WorkerPool:
     def describe(self) -> str:
         """Returns which workers are busy, and what they wait for."""
         with self._lock:
-            busy = [w for w in self._workers if w.requests or w.state is _State.STARTING]
+            busy = [w for w in self._workers if w.requests or not (w.status or w.is_lost)]
             return "; ".join(worker.describe() for worker in busy) or "no worker plays"
 
     def close(self) -> None:
         """Lets the workers close their environments, at most some seconds, and ends them."""
         self._closing.set()
         self._watching.join(10.0)
-        ready = [w for w in self._workers if w.state is _State.READY]
-        futures = [(worker, worker.handle.close()) for worker in ready]
+        futures = [(worker, worker.handle.close()) for worker in self._workers if worker.is_ready]
         deadline = time.monotonic() + _CLOSE_SECONDS
         for worker, future in futures:
             try:
@@ -190,8 +182,8 @@ class WorkerPool:
                 text = "worker %d did not close its environments: %s: %s"
                 logger.warning(text, worker.number, type(error).__name__, error)
         for worker in self._workers:
-            if worker.state is not _State.LOST:
-                worker.state = _State.LOST
+            if not worker.is_lost:
+                worker.is_lost = True
                 worker.handle.kill()
 
     def _watch(self) -> None:
@@ -202,9 +194,8 @@ class WorkerPool:
             last, servers = now, self._engine.server_list
             for worker in self._workers:
                 # while this process is suspended or very busy, it hears no answer
-                worker.started += late
                 worker.answered += late
-                if worker.state is not _State.LOST:
+                if not worker.is_lost:
                     try:
                         problem = self._examine(worker, servers)
                     except Exception as error:  # or nobody would notice who dies
@@ -214,7 +205,7 @@ class WorkerPool:
 
     def _examine(self, worker: _Worker, servers: ServerList) -> str:
         """Takes a worker's status and requests the next one; returns why it is lost, if it is."""
-        pending, now = worker.pending, time.monotonic()
+        pending, silent = worker.pending, time.monotonic() - worker.answered
         if pending is None:
             worker.pending = worker.handle.status(servers)
         elif pending.done():
@@ -225,18 +216,15 @@ class WorkerPool:
             worker.pending = worker.handle.status(servers)
             if status.stalled > self._limits.episode_timeout + self._answer_timeout:
                 return f"its event loop has not run for {status.stalled:.0f} s"
-        elif worker.state is _State.STARTING:
-            if now - worker.started > self._start_timeout:
-                return f"it has not started within {self._start_timeout:g} s"
-        elif now - worker.answered > self._answer_timeout:
+        elif worker.status is None and silent > self._start_timeout:
+            return f"it has not started within {self._start_timeout:g} s"
+        elif worker.status is not None and silent > self._answer_timeout:
             return f"it has not answered for {self._answer_timeout:g} s"
         return ""
 
     def _update(self, worker: _Worker, status: WorkerStatus) -> None:
         with self._lock:
             worker.status, worker.answered = status, time.monotonic()
-            if worker.state is _State.STARTING:
-                worker.state = _State.READY
         self._log(worker, status.lines)
         for address, reason in status.failed.items():
             self._engine.failed(address, f"worker {worker.number}: {reason}")
@@ -244,18 +232,16 @@ class WorkerPool:
     def _lose(self, worker: _Worker, handle: RayHandle, reason: str) -> None:
         """Ends a worker, and starts another one in its place if that may help."""
         with self._lock:
-            lost = worker.handle is not handle or worker.state is _State.LOST
-            if lost or self._closing.is_set():
+            if worker.handle is not handle or worker.is_lost or self._closing.is_set():
                 return
             tasks = [request.task for request in worker.requests[:4]]
             groups = ", ".join(f"{task.env_id} with seed {task.seed}" for task in tasks)
             self.lost += 1
             self._loss = f"{reason}; it played {groups or 'nothing'}"
             logger.error("worker %d is lost: %s", worker.number, self._loss)
-            was_ready = worker.state is _State.READY
-            worker.state = _State.LOST
-            handle.kill(worker.pid)
-            if was_ready:  # else another one would fail in the same way
+            worker.is_lost = True
+            handle.kill(worker.status.pid if worker.status else 0)
+            if worker.status:  # else another one would fail in the same way
                 self._restart(worker)
 
     def _restart(self, worker: _Worker) -> None:
@@ -264,12 +250,13 @@ class WorkerPool:
             return
         self.restarts += 1
         try:
-            worker.handle, worker.pending, worker.status = self._start(worker.number), None, None
+            worker.handle = self._start(worker.number)
         except Exception as error:  # such as of a cluster that is gone
             self._loss = f"{type(error).__name__}: {error}"
             logger.error("worker %d is not restarted: %s", worker.number, self._loss)
             return
-        worker.state, worker.started = _State.STARTING, time.monotonic()
+        worker.pending, worker.status = None, None
+        worker.answered, worker.is_lost = time.monotonic(), False
 
     def _log(self, worker: _Worker, lines: Lines) -> None:
         for level, text in lines:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from gspo_env.runtime.processes import Guard, PrivateFolder, spawn
 
 if TYPE_CHECKING:
     from gspo_env.chat.transcript import ChatTokenizer
-    from gspo_env.distributed.worker import Lines, WorkerSetup, WorkerStatus
+    from gspo_env.distributed.worker import Lines, WorkerStatus
     from gspo_env.engines.vllm.requests import ServerList
     from gspo_env.rollout.collector import Collector, RolloutRequest
     from gspo_env.rollout.failures import FaultLog
@@ -80,8 +81,11 @@ def open_workers(
     from gspo_env.distributed.pool import WorkerCollector, WorkerPool
     from gspo_env.distributed.worker import WorkerSetup
 
-    cluster = RayCluster(limits.ray_workers, limits.ray_address)
-    with contextlib.closing(cluster):
+    require_ray()
+    with contextlib.ExitStack() as stack:
+        cluster = None
+        if not limits.ray_address:
+            cluster = stack.enter_context(_local_cluster(limits.ray_workers))
         engine = start_engine()  # while the cluster starts
         setup = WorkerSetup(
             make_pool=make_pool,
@@ -92,108 +96,79 @@ def open_workers(
             vocab_size=vocab_size,
             servers=engine.server_list,
         )
-        cluster.connect(setup)
-        with contextlib.closing(WorkerPool(cluster.start, engine, limits)) as workers:
-            yield WorkerCollector(engine, chat, pool, limits, vocab_size, workers=workers)
+        ray = _connect(cluster() if cluster else limits.ray_address)
+        stack.callback(ray.shutdown)
+        start = partial(_start, ray, ray.put(setup), is_local=not limits.ray_address)
+        workers = stack.enter_context(contextlib.closing(WorkerPool(start, engine, limits)))
+        yield WorkerCollector(engine, chat, pool, limits, vocab_size, workers=workers)
 
 
-class RayCluster:
-    """A connection to Ray, and to the cluster that is started for it if no address is given.
-
-    Args:
-        count: Number of workers.
-        address: Address of a running cluster, such as `10.0.0.1:6379`, of which this machine is a
-            part; empty starts one on this machine.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
-    """
-
-    def __init__(self, count: int, address: str = "") -> None:
-        """Begins to start the cluster; `connect` waits for it."""
-        require_ray()
-        self._address = address
-        self._ray: Any = None
-        self._setup: Any = None
-        self._folder: PrivateFolder | None = None
-        self._guard: Guard | None = None
-        self._variables: dict[str, str | None] = {}
-        if not address:
-            self._folder = PrivateFolder("gspo-env-ray-")
-            self._guard = self._spawn(self._folder.path, count)
-
-    def _spawn(self, place: Path, count: int) -> Guard:
+@contextlib.contextmanager
+def _local_cluster(cpus: int) -> Iterator[Callable[[], str]]:
+    """Begins to start a cluster, which ends with the context; yields what waits for its address."""
+    variables = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
+    with contextlib.closing(PrivateFolder("gspo-env-ray-")) as folder:
+        place = folder.path
         (place / "token").write_text(_TOKEN)
-        self._set(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(place / "token"))
-        variables = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
-        variables.pop("RAY_ADDRESS", None)
-        command = [sys.executable, "-m", __name__, str(place), str(count)]
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(place / "token"))
+        environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+        environment.pop("RAY_ADDRESS", None)
+        command = [sys.executable, "-m", __name__, str(place), str(cpus)]
         with (place / "head.log").open("wb") as log:
-            return spawn(command, log=log, env=variables, grace=1.0)
+            guard = spawn(command, log=log, env=environment, grace=1.0)
+        try:
+            yield partial(_wait, place, guard)
+        finally:
+            guard.end()
+            for name, value in variables.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
-    def _set(self, **variables: str) -> None:
-        """Sets environment variables of this process until the connection ends."""
-        self._variables = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
 
-    def connect(self, setup: WorkerSetup) -> None:
-        """Waits for the cluster, connects to it, and stores what its workers are made from.
+def _wait(place: Path, guard: Guard) -> str:
+    """Returns the address of the local cluster."""
+    deadline = time.monotonic() + _START
+    while not (place / _HEAD).exists():
+        if guard.process.poll() is not None or time.monotonic() > deadline:
+            log = (place / "head.log").read_text(errors="replace").splitlines()
+            raise RolloutError(
+                f"the local Ray cluster has not started within {_START:g} s; its last line: "
+                f"{log[-1] if log else 'none'}"
+            )
+        time.sleep(0.05)
+    return (place / _HEAD).read_text()
 
-        Raises:
-            RolloutError: It has not started in time, or Ray cannot connect.
-        """
-        address = self._address or self._wait()
-        with _keep_signals():
-            import ray
 
-            try:
-                ray.init(address=address, log_to_driver=False, configure_logging=False)
-            except Exception as error:  # Ray has many, some of them only RuntimeError
-                text = str(error).strip().splitlines()[0]
-                raise RolloutError(f"Ray cannot connect to {address!r}: {text}") from error
-        self._ray, self._setup = ray, ray.put(setup)
+def _connect(address: str) -> Any:
+    """Connects to a cluster; returns Ray. Keeps the handler of SIGTERM, which Ray replaces."""
+    import ray
 
-    def _wait(self) -> str:
-        """Returns the address of the local cluster."""
-        assert self._folder is not None
-        assert self._guard is not None
-        address = self._folder.path / _HEAD
-        deadline = time.monotonic() + _START
-        while not address.exists():
-            if self._guard.process.poll() is not None or time.monotonic() > deadline:
-                log = (self._folder.path / "head.log").read_text(errors="replace").splitlines()
-                raise RolloutError(
-                    f"the local Ray cluster has not started within {_START:g} s; its last line: "
-                    f"{log[-1] if log else 'none'}"
-                )
-            time.sleep(0.05)
-        return address.read_text()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except Exception as error:  # Ray has many, some of them only RuntimeError
+        text = str(error).strip().splitlines()[0]
+        raise RolloutError(f"Ray cannot connect to {address!r}: {text}") from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+    return ray
 
-    def start(self, number: int) -> RayHandle:
-        """Starts a worker; returns at once."""
-        as_actor = self._ray.remote(
-            num_cpus=1,
-            max_concurrency=_CALLS,
-            concurrency_groups={"status": 4},
-            max_restarts=0,
-            max_task_retries=0,
-            scheduling_strategy="SPREAD",
-        )
-        actor = as_actor(_Actor)
-        return RayHandle(self._ray, actor.remote(self._setup), local=self._guard is not None)
 
-    def close(self) -> None:
-        """Disconnects, and ends a cluster that was started here with all of its processes."""
-        if self._ray is not None:
-            self._ray.shutdown()
-        if self._guard is not None:
-            self._guard.end()
-        if self._folder is not None:
-            self._folder.close()
-        for name, value in self._variables.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+def _start(ray: Any, setup: Any, number: int, *, is_local: bool) -> RayHandle:
+    """Starts a worker; returns at once."""
+    from gspo_env.distributed.worker import Worker
+
+    as_actor = ray.remote(
+        num_cpus=1,
+        max_concurrency=_CALLS,
+        concurrency_groups={"status": 4},
+        max_restarts=0,
+        max_task_retries=0,
+        scheduling_strategy="SPREAD",
+    )
+    return RayHandle(ray, as_actor(Worker).remote(setup), local=is_local)
 
 
 class RayHandle:
@@ -246,24 +221,6 @@ class RayHandle:
                 os.kill(pid, signal.SIGKILL)
 
 
-class _Actor:
-    """The process of a worker."""
-
-    def __init__(self, setup: WorkerSetup) -> None:
-        from gspo_env.distributed.worker import Worker
-
-        self._worker = Worker(setup)
-
-    async def play(self, request: RolloutRequest, servers: ServerList) -> bytes:
-        return await self._worker.play(request, servers)
-
-    async def status(self, servers: ServerList) -> WorkerStatus:
-        return self._worker.status(servers)
-
-    async def close(self) -> Lines:
-        return self._worker.close()
-
-
 def _reason(error: BaseException) -> str:
     """Returns the cause of a death in one sentence, out of Ray's long message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -271,18 +228,6 @@ def _reason(error: BaseException) -> str:
         return lines[-1]  # of the traceback
     detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", " ".join(lines))
     return detail[1] if detail else " ".join(lines)[:300]
-
-
-@contextlib.contextmanager
-def _keep_signals() -> Iterator[None]:
-    """Keeps the handler of SIGTERM, which Ray replaces."""
-    main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if main:
-            signal.signal(signal.SIGTERM, handler)
 
 
 def main() -> None:

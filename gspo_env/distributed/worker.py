@@ -115,8 +115,8 @@ class Worker:
         except Exception as error:
             raise _sendable(error) from None
 
-    def status(self, servers: ServerList) -> WorkerStatus:
-        """Takes over which servers serve, and returns the state; from any thread."""
+    async def status(self, servers: ServerList) -> WorkerStatus:
+        """Takes over which servers serve, and returns the state; on any event loop."""
         self._engine.replace_servers(servers)
         return WorkerStatus(
             pid=os.getpid(),
@@ -127,7 +127,7 @@ class Worker:
             lines=self._lines.take(),
         )
 
-    def close(self) -> Lines:
+    async def close(self) -> Lines:
         """Closes the environments; returns the last lines of the log."""
         self._pool.close()
         logging.getLogger("gspo_env").removeHandler(self._lines)

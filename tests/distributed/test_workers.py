@@ -64,12 +64,12 @@ class Thread:
         if self.dead.is_set():
             answer.set_exception(WorkerDied("its thread is over"))
         elif not self.silent:
-            answer.set_result(self.worker.status(servers))
+            answer.set_result(asyncio.run(self.worker.status(servers)))
         return answer
 
     def close(self):
         answer = Future()
-        answer.set_result(self.worker.close())
+        answer.set_result(asyncio.run(self.worker.close()))
         return answer
 
     def reason(self, error):
