@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import json
@@ -68,8 +69,9 @@ class Comparison:
         twice = next((n for n in names if names.count(n) > 1), None)
         for problem in self.problems.values():
             for arm in self.arms:
-                _refuse_other_tasks(problem, arm)
-                check_estimator(change(problem, arm.changes))
+                changed = change(problem, arm.changes)
+                _refuse_other_tasks(problem, changed, arm.name)
+                check_estimator(changed)
         if len(names) < 2 or twice is not None:  # after the arms, one of which may be misspelled
             raise ConfigError(
                 f"arms are {names}; expected at least two with different names, such as those of "
@@ -122,13 +124,12 @@ def start_settings(config: Config) -> dict[str, Any]:
     return {name: tree[name] for name in _START} | {n: tree["learner"][n] for n in adapter}
 
 
-def _refuse_other_tasks(problem: Config, arm: Arm) -> None:
-    changed = change(problem, arm.changes)
+def _refuse_other_tasks(problem: Config, changed: Config, arm: str) -> None:
     for name in _PROBLEM:
         if getattr(changed, name) != getattr(problem, name):
             raise ConfigError(
-                f"arm {arm.name!r} changes {name} to {getattr(changed, name)!r}; expected the same "
-                "in all arms of a problem, because arms play the same tasks"
+                f"arm {arm!r} changes {name} to {getattr(changed, name)!r}; expected the same in "
+                "all arms of a problem, because arms play the same tasks"
             )
 
 
@@ -209,21 +210,13 @@ def _axis(text: str) -> tuple[str, list[Any]]:
 
 def _first_value(text: str) -> tuple[Any, str]:
     """Returns the first of several values, and the text after its comma."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):  # it is not JSON
         value, end = json.JSONDecoder().raw_decode(text)
-        if text[end : end + 1] in ("", ","):
-            return value, text[end + 1 :]
-    except (ValueError, RecursionError):
-        pass
+        behind = text[end:].lstrip()
+        if behind[:1] in ("", ","):
+            return value, behind[1:]
     word, _, rest = text.partition(",")
-    return _json(word), rest
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    return word, rest
 
 
 def change(config: Config, changes: Mapping[str, Any]) -> Config:

@@ -193,7 +193,12 @@ def compare(
     if comparison.left_out:
         say(comparison.left_out)
     runs = list(planned(comparison, output))
-    with Recorder(tracker, output, _describe(comparison), say) as record:
+    params = {
+        "arms": [arm.name for arm in comparison.arms],
+        "problems": list(comparison.problems),
+        **{name: getattr(comparison, name) for name in ("seeds", "first_seed", "metric")},
+    }
+    with Recorder(tracker, output, params, say) as record:
         ended = {}
         for result in _results(runs, comparison.workers or usable_cores(), say):
             say(f"{result.run.name}: {_score(result, comparison.metric)}")
@@ -317,16 +322,6 @@ def mixed_scores(results: Sequence[Result]) -> Iterator[str]:
             yield f"runs of {problem} learned from different rewards: {examples}; set --score"
 
 
-def _describe(comparison: Comparison) -> dict[str, Any]:
-    return {
-        "arms": [arm.name for arm in comparison.arms],
-        "problems": list(comparison.problems),
-        "seeds": comparison.seeds,
-        "first_seed": comparison.first_seed,
-        "metric": comparison.metric,
-    }
-
-
 def _claim(comparison: Comparison, output: Path) -> None:
     """Makes the folder, or checks that it belongs to this comparison."""
     tomls = {name: to_toml(untracked(config)) for name, config in comparison.problems.items()}
@@ -358,7 +353,8 @@ def planned(comparison: Comparison, output: Path) -> Iterator[PlannedRun]:
             for arm in comparison.arms:
                 config = comparison.config(problem, arm, seed)
                 has_start = not config.model or imitates(config)
-                start = f"{_digest(repr(start_settings(config)))}-seed{seed}"
+                settings = repr(start_settings(config)).encode()
+                start = f"{hashlib.blake2b(settings, digest_size=8).hexdigest()}-seed{seed}"
                 yield PlannedRun(
                     problem=problem,
                     arm=arm,
@@ -367,10 +363,6 @@ def planned(comparison: Comparison, output: Path) -> Iterator[PlannedRun]:
                     start=output / "starts" / start if has_start else None,
                     folder=output / "runs" / slug(problem) / slug(arm.name) / f"seed{seed}",
                 )
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def slug(name: str) -> str:
