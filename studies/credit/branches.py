@@ -81,6 +81,12 @@ class Every(RolloutPlugin):
                 f"episodes branch and advantage is {name!r}, which would weigh a branch as a whole "
                 "episode; expected BranchBaseline of studies/credit/branches.py"
             )
+        summed = getattr(config.loss, "aggregation", config.advantage.aggregation)
+        if summed != config.advantage.aggregation:
+            raise ConfigError(
+                f"loss.aggregation is {summed!r} and advantage.aggregation "
+                f"{config.advantage.aggregation!r}; expected the same"
+            )
         if type(compaction) is not RolloutPlugin or config.rollout.ray_workers:
             raise ConfigError(
                 "episodes branch; expected compaction 'none' and rollout.workers 'asyncio'"
