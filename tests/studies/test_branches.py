@@ -179,7 +179,7 @@ def test_a_run_branches_in_training_only_and_counts_the_share_that_was_played():
     with pytest.raises(ConfigError, match="which would weigh a branch as a whole"):
         GSPOAgent(config=override(config, {"branching": every})).train()
     summed = {"branching": every, **rows, "loss": "dr_grpo"}
-    with pytest.raises(ConfigError, match="loss.aggregation is 'token_sum'"):
+    with pytest.raises(ConfigError, match=r"loss\.aggregation is 'token_sum'"):
         GSPOAgent(config=override(config, summed)).train()
     history = GSPOAgent(config=override(config, {"branching": every, **rows})).train()
     before = [m["rollout/episodes_before"] for _, m in history if "rollout/episodes_before" in m]

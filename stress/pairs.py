@@ -1,0 +1,695 @@
+"""Trains with every pair of settings, and compares each run with a reference that shares no code.
+
+    python stress/pairs.py                       # all pairs
+    python stress/pairs.py --rows 12 --seed 7    # twelve of the rows, drawn by a seed
+    python stress/pairs.py --triples --hours 2   # triples, as many as fit into the time
+    python stress/pairs.py --plant               # ten planted faults, each caught by a row
+    python stress/pairs.py --matrix              # what cannot be combined
+
+The settings come from the tree of `Config` and from the registry, so a new choice is in by itself.
+A row trains a tiny model for three steps, repeats the last one as after a kill, and is evaluated,
+viewed, diagnosed, rescored and synced. It ends well, or one sentence refuses it. The reference is
+in `pairs_oracle.py`. Exit code 1 if a row is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import pairs_envs
+import torch
+from allpairspy import AllPairs
+from pairs_oracle import Run
+from safetensors.torch import load_file, save_file
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_agents.setup import check_learning
+from gspo_env.config import Config, override
+from gspo_env.errors import ConfigError, GspoEnvError
+from gspo_env.registry import BUILTIN, find
+from gspo_env.tracking.base import flatten
+
+STEPS, LIMIT = 3, 180
+"""Steps of a run, and the seconds that a row may take."""
+ENVS = str(HERE / "pairs_envs.py")
+BASE = {
+    "steps": STEPS,
+    "eval_every": 2,
+    "eval_tasks": 2,
+    "checkpoints": {"save_every": 1, "keep": 99},
+    "episodes": {"keep_episodes": "all"},
+    "learner": {"learning_rate": 1e-3, "warmup_steps": 2, "max_grad_norm": 0.5},
+    "loss": {"clip_low": 0.02, "clip_high": 0.03},
+    "rollout": {"max_retries": 0},
+}
+OTHER_KINDS = ("recipe",)
+"""Kinds of choices that say what a run begins with: all rows begin with the same model."""
+ELSEWHERE = {
+    "engine": ("vllm", "vllm-server"),
+    "tracker": ("tensorboard", "trackio", "wandb"),
+}
+"""Choices that need a package or a machine of their own; their tests are marked."""
+ARGUMENTS = {
+    "advantage": {
+        "distillation": (
+            {"hint": "solution"},
+            {"teacher": "teacher", "credit": 0.5, "gamma": 0.9, "weight": 0.5},
+            {"hint": "solution", "credit": 1.0, "estimator": "gigpo", "turn_steps": 2},
+        )
+    },
+    "curriculum": {"ladder": ({"option": "level", "success": 0.1, "window": 1},)},
+    "compaction": {"summary": ({"instruction": "Say a word.", "summary_tokens": 6},)},
+    "tracker": {"mlflow": ({"tracking_uri": "sqlite:///store.db", "traces": 1},)},
+}
+"""The settings of choices that need some."""
+NUMBERS: dict[str, tuple[Any, ...]] = {
+    "tasks_per_step": (2, 1),
+    "rollout.group_size": (4, 2, 8, 1),
+    "rollout.temperature": (1.0, 0.7),
+    "rollout.max_turns": (16, 2, 1),
+    "rollout.max_turn_tokens": (8, 3),
+    "rollout.max_context": (512, 60),
+    "supply.max_staleness": (0, 1, 2),
+    "supply.max_resamples": (0, 2),
+    "credit.rms": (0.0, 0.5),
+    "learner.weight_decay": (0.0, 0.1),
+    "learner.minibatches": (1, 2, 4),
+    "learner.microbatch_tokens": (0, 80),
+    "learner.observation_coef": (0.0, 0.1),
+    "learner.lora_rank": (0, 2),
+    "advantage.gamma": (1.0, 0.8),
+    "advantage.lam": (0.95, 0.0),
+    "advantage.turn_weight": (1.0, 0.5),
+    "advantage.step_weight": (1.0, 2.0),
+    "loss.ratio_mean": (0.0, 1.0),
+    "loss.dual_clip": (0.0, 3.0),
+    "loss.kl_coef": (0.0, 0.05),
+    "loss.max_tokens": (1024, 7),
+}
+"""Values of the settings that are numbers, the usual one first."""
+CONSTANT = {
+    "": (
+        "env env_kwargs model seed steps eval_every eval_tasks strict output checkpoints "
+        "episodes recipe tracker "
+    ),
+    "rollout": (
+        "episode_timeout concurrency max_retries max_env_error_rate workers ray_address "
+        "max_worker_restarts "
+    ),
+    "supply": "min_success max_success",
+    "learner": (
+        "learning_rate warmup_steps max_grad_norm max_skipped_steps lora_alpha "
+        "lora_targets optimizer "
+    ),
+    "loss": (
+        "clip_low clip_high correction_cap tau_pos tau_neg cap k_pos lambda_pos k_neg "
+        "lambda_neg mask_low mask_high "
+    ),
+    "curriculum": "share decay option values success window",
+    "compaction": "instruction summary_tokens",
+    "advantage": "teacher hint weight turn_steps credit estimator",
+}
+"""Settings that stay as they are: sizes whose value does not choose another computation, what says
+where a run is played and kept, and those that `ENVIRONMENTS` and `ARGUMENTS` have."""
+ENVIRONMENTS: dict[str, dict[str, Any]] = {
+    **{name: {"env": f"{ENVS}:{name}"} for name in ("Words", "Final", "Both", "Masked")},
+    **{name: {"env": f"{ENVS}:{name}"} for name in ("Ranked", "Edited", "Long")},
+    "several": {"env": (f"one={ENVS}:Words:0.7", f"two={ENVS}:Final:0.3")},
+    "lookup": {"env": "gspo/Lookup-v0"},
+    "dialogue": {"env": "gspo/Dialogue-v0"},
+    "dataset": {
+        "env": "gspo/Dataset-v0",
+        "env_kwargs": {
+            "data": "rows.jsonl",
+            "rewards": f"{ENVS}:matches",
+            "system_prompt": "Say a word.",
+        },
+    },
+    "program": {
+        "env": "gspo/Program-v0",
+        "env_kwargs": {"program": f"{ENVS}:ask", "data": "rows.jsonl"},
+    },
+}
+EXACT = ("Words", "Final", "Both", "Masked", "Edited", "several", "lookup")
+"""Environments with `blocking = False`, whose resumed runs have the bits of uninterrupted ones."""
+
+
+# -- what there is to combine ----------------------------------------------------------------------
+
+
+def domains() -> dict[str, list[Any]]:
+    """Returns the values of each setting; those of a kind of choice are (name, settings)."""
+    values: dict[str, list[Any]] = {"env": [*ENVIRONMENTS], "threads": [1, 2]}
+    for kind in BUILTIN:
+        if kind not in OTHER_KINDS:
+            values[kind] = [
+                (name, arguments)
+                for name in sorted(BUILTIN[kind], key=lambda n: n != _usual(kind))
+                if name not in ELSEWHERE.get(kind, ())
+                for arguments in ARGUMENTS.get(kind, {}).get(name, ({},))
+            ]
+    for path, options in settings_with_options():
+        values[path] = options
+    return {name: options for name, options in values.items() if len(options) > 1}
+
+
+def _usual(kind: str) -> str:
+    return {"tracker": "none"}.get(kind) or next(
+        name for name in BUILTIN[kind] if isinstance(getattr(Config(), kind), find(kind, name))
+    )
+
+
+def settings_with_options() -> Iterator[tuple[str, list[Any]]]:
+    """Yields the path and the values of each setting that chooses what is computed."""
+    usual = flatten(Config())
+    for path, hint in leaves():
+        if path in NUMBERS:
+            yield path, [*NUMBERS[path]]
+        elif hint is bool:
+            yield path, sorted([False, True], key=lambda v: v != usual.get(path, False))
+        elif typing.get_origin(hint) is typing.Literal and len(typing.get_args(hint)) > 1:
+            yield path, sorted(typing.get_args(hint), key=lambda v: v != usual.get(path))
+
+
+def leaves() -> Iterator[tuple[str, Any]]:
+    """Yields the path and the type of every setting once, those of all choices included."""
+    seen: set[str] = set()
+    for path, hint in _leaves(Config, ""):
+        section, _, name = path.rpartition(".")
+        constant = CONSTANT.get(section, "").split() + CONSTANT[""].split()
+        if path not in seen and name not in constant and section not in constant:
+            seen.add(path)
+            yield path, hint
+
+
+def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        path, hint = f"{prefix}{field.name}", hints[field.name]
+        if not prefix and field.name in BUILTIN:
+            for name in BUILTIN[field.name]:
+                if name not in ELSEWHERE.get(field.name, ()):
+                    yield from _leaves(find(field.name, name), f"{field.name}.")
+        elif dataclasses.is_dataclass(hint):
+            yield from _leaves(typing.cast(type, hint), f"{path}.")
+        else:
+            yield path, hint
+
+
+def unlisted() -> list[str]:
+    """Returns the settings and the choices that nobody has decided about."""
+    options = dict(settings_with_options())
+    names = [path for path, _ in leaves() if path not in options and not _single(path)]
+    for kind, choices in BUILTIN.items():
+        for name in choices:
+            if kind in OTHER_KINDS or name in ELSEWHERE.get(kind, ()):
+                continue
+            if name in ARGUMENTS.get(kind, {}):
+                continue
+            try:
+                choice = find(kind, name)()
+                if kind == "advantage":
+                    choice.check()
+            except (TypeError, ConfigError):
+                names.append(f"{kind} {name}")
+    return names
+
+
+def _single(path: str) -> bool:
+    """Returns whether a setting has one value in some choice and so none to choose."""
+    return any(p == path and len(typing.get_args(h)) == 1 for p, h in leaves())
+
+
+# -- a row -----------------------------------------------------------------------------------------
+
+Row = dict[str, Any]
+
+
+def tree(row: Row) -> dict[str, Any]:
+    """Returns the changes of the base that a row makes; a choice takes the settings that it has."""
+    changes: dict[str, Any] = {**ENVIRONMENTS[row["env"]]}
+    for kind in BUILTIN:
+        name, arguments = row.get(kind, ("none", {}))
+        if kind in row:
+            changes[kind] = {"name": name, **arguments}
+    flat: dict[str, Any] = {}
+    for path, value in row.items():
+        section, _, name = path.rpartition(".")
+        if path in ("env", "threads", *BUILTIN):
+            continue
+        if section in BUILTIN:
+            cls = find(section, changes.get(section, {}).get("name", _usual(section)))
+            hint = typing.get_type_hints(cls).get(name)
+            literal = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+            if (
+                hint is None
+                or (literal and value not in literal)
+                or name in changes.get(section, {})
+            ):
+                continue
+            if name in (
+                "old_logprobs",
+                "aggregation",
+                "ratio_level",
+                "max_tokens",
+            ) and value == _default(path):
+                continue  # the choice's own
+        flat[path] = value
+    for path, value in flat.items():
+        place = changes
+        *sections, name = path.split(".")
+        for section in sections:
+            place = place.setdefault(
+                section, {"name": _usual(section)} if section in BUILTIN else {}
+            )
+        place[name] = value
+    if row.get("rollout.isolation") == "process":
+        changes.setdefault("rollout", {})["concurrency"] = 2  # a process each takes a second
+    return changes
+
+
+def _default(path: str) -> Any:
+    return flatten(Config()).get(path)
+
+
+def config(row: Row) -> Config:
+    """Returns the settings of a row."""
+    base = override(Config(model="start"), {**BASE, "tracker": "none"})
+    return override(base, {**tree(row), "output": "run"})
+
+
+def differing(row: Row) -> Row:
+    """Returns what differs from the usual values."""
+    return {name: value for name, value in row.items() if value != domains_cache()[name][0]}
+
+
+_DOMAINS: dict[str, list[Any]] = {}
+
+
+def domains_cache() -> dict[str, list[Any]]:
+    """Returns `domains`, once."""
+    if not _DOMAINS:
+        _DOMAINS.update(domains())
+    return _DOMAINS
+
+
+def title(row: Row) -> str:
+    """Returns what differs from the usual values, as text."""
+    parts = []
+    for name, value in differing(row).items():
+        if isinstance(value, tuple):
+            value = value[0] + "".join(
+                f" {k}={v}" for k, v in value[1].items() if k != "instruction"
+            )
+        parts.append(f"{name}={value}")
+    return ", ".join(parts) or "the usual settings"
+
+
+def refusal(row: Row) -> str:
+    """Returns the sentence with which a row is refused before anything is played; empty if not."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            agent = GSPOAgent(config=config(row))
+            check_learning(agent.model, agent.config, agent.chat)
+    except GspoEnvError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def play(row: Row, start: Path) -> dict[str, Any]:
+    """Plays a row in the working folder; returns how it ended."""
+    if row.get("threads", 1) == 1:
+        os.environ["OMP_NUM_THREADS"] = "1"
+    stage, begun = "check", time.process_time()
+    try:
+        agent = GSPOAgent(config=config(row))
+        stage = "train"
+        record_updates(Path("notes.json"))
+        agent.train()
+        run = Path("run")
+        shutil.copy("notes.json", run / "notes.json")
+        stage = "oracle"
+        faults = Run(run, start, start.with_name("teacher")).check()
+        stage = "resume"
+        faults += resumed(row, run)
+        for command, work in commands(row, run).items():
+            stage = command
+            faults += work() or []
+    except GspoEnvError as error:
+        text = f"{type(error).__name__}: {error}"
+        early = stage == "check" or (stage == "train" and not Path("run/metrics.jsonl").exists())
+        how = "refused" if early else ("refused late" if stage == "train" else "wrong")
+        return {"end": how, "text": text, "stage": stage, "cpu": time.process_time() - begun}
+    except BaseException:
+        return {
+            "end": "wrong", "text": traceback.format_exc()[-3000:], "stage": stage,
+            "cpu": time.process_time() - begun,
+        }  # fmt: skip
+    end = "wrong" if faults else "done"
+    return {"end": end, "text": "\n".join(faults[:6]), "count": len(faults), "stage": "oracle",
+            "cpu": time.process_time() - begun}  # fmt: skip
+
+
+def record_updates(file: Path) -> None:
+    """Lets the run note which episodes each minibatch has, and the advantages in float64."""
+    from gspo_env.learner import learner
+    from gspo_env.training import loop
+
+    notes: dict[str, Any] = {"minibatches": [], "advantages": []}
+    split, estimate = learner.split, loop.estimate
+
+    def noting_split(*args: Any, **kwargs: Any) -> Any:
+        parts = split(*args, **kwargs)
+        numbers = [list(dict.fromkeys(sample.episode for sample in part)) for part in parts]
+        notes["minibatches"][-1] = numbers
+        file.write_text(json.dumps(notes))
+        return parts
+
+    def noting_estimate(*args: Any, **kwargs: Any) -> Any:
+        credit = estimate(*args, **kwargs)
+        notes["advantages"].append([[row.tolist() for row in g] for g in credit.advantages])
+        notes["minibatches"].append(None)
+        file.write_text(json.dumps(notes))
+        return credit
+
+    learner.split, loop.estimate = noting_split, noting_estimate
+
+
+def resumed(row: Row, run: Path) -> list[str]:
+    """Repeats the last step, as after a kill; returns in what the run differs then."""
+    whole = Path("whole")
+    shutil.copytree(run, whole, symlinks=True)
+    shutil.rmtree(run / f"checkpoints/step-{STEPS:06d}")
+    shutil.rmtree(run / "model")
+    GSPOAgent.resume(run).train()
+    exact = row["env"] in EXACT and not row.get("supply.max_staleness")
+    if not exact or row.get("rollout.isolation") == "process":
+        return []
+    files = [
+        [load_file(f) for f in sorted(r.glob(f"checkpoints/step-{STEPS:06d}/state-*"))]
+        for r in (whole, run)
+    ]
+    for first, second in zip(*files, strict=True):
+        if off := [n for n in first if n not in second or not torch.equal(first[n], second[n])]:
+            return [f"the resumed run differs in {off[0]} and {len(off) - 1} more tensors"]
+    values = [points(r) for r in (whole, run)]
+    off = [k for k in {**values[0], **values[1]} if values[0].get(k) != values[1].get(k)]
+    return [f"the resumed run differs in {sorted(off)[:4]}"] if off else []
+
+
+def points(run: Path) -> dict[str, list[float]]:
+    """Returns the values of each step and metric that does not measure the machine."""
+    values: dict[str, list[float]] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        point = json.loads(line)
+        for name, value in point["metrics"].items():
+            if not re.search("time/|per_second|system/|failed_saves", name):
+                values.setdefault(f"{point['step']} {name}", []).append(value)
+    return values
+
+
+def commands(row: Row, run: Path) -> dict[str, Any]:
+    """Returns the commands to try on a run; each returns what is wrong."""
+    from gspo_env.cli.diagnose import Diagnose
+    from gspo_env.cli.evaluate import Evaluate
+    from gspo_env.cli.rescore import Rescore
+    from gspo_env.cli.sync import Sync
+    from gspo_env.cli.view import View
+
+    def quiet(command: Any) -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            command.run()
+        return out.getvalue()
+
+    def rescore() -> list[str]:
+        quiet(Rescore(folder=str(run), rewards=(f"{ENVS}:matches",), out="rescored.jsonl"))
+        lines = [json.loads(line) for line in Path("rescored.jsonl").read_text().splitlines()]
+        off = [x for x in lines if x["error"] or abs(x["before"] - x["now"]) > 1e-9]
+        return [f"rescored: {off[0]} and {len(off) - 1} more"] if off or not lines else []
+
+    def sync() -> list[str]:
+        text = quiet(Sync(folder=str(run)))
+        return [] if "has everything" in text else [f"sync: {text}"]
+
+    works: dict[str, Any] = {
+        "diagnose": lambda: [] if quiet(Diagnose(folder=str(run))) else ["diagnose is silent"],
+        "view": lambda: quiet(View(folder=str(run), browser=False)) and [],
+        "evaluate": lambda: [] if "success" in quiet(Evaluate(folder=str(run))) else ["evaluate"],
+    }
+    if row["env"] == "dataset":
+        works["rescore"] = rescore
+    if row.get("tracker", ("none",))[0] != "none":
+        works["sync"] = sync
+    return works
+
+
+# -- the rows --------------------------------------------------------------------------------------
+
+
+def covering(size: int, seed: int, forbidden: Sequence[Row]) -> list[Row]:
+    """Returns rows that have every combination of so many values that is not forbidden."""
+    values = domains_cache()
+    names = list(values)
+    draw = random.Random(seed)
+    order = [draw.sample(options, len(options)) if seed else options for options in values.values()]
+
+    def allowed(partial: Sequence[Any]) -> bool:
+        row = dict(zip(names, partial, strict=False))
+        return not any(all(n in row and row[n] == v for n, v in f.items()) for f in forbidden)
+
+    pairs = AllPairs(order, filter_func=allowed, n=size)
+    return [dict(zip(names, each, strict=True)) for each in pairs]
+
+
+def forbidden(folder: Path) -> dict[str, tuple[Row, str]]:
+    """Returns the smallest combinations that are refused at once, with their sentences."""
+    refused: dict[str, tuple[Row, str]] = {}
+    os.chdir(folder)
+    for _ in range(20):
+        rows = covering(2, 0, [row for row, _ in refused.values()])
+        news = 0
+        for row in rows:
+            if any(all(row[n] == v for n, v in f.items()) for f, _ in refused.values()):
+                continue
+            if refusal(row):
+                least = smallest(row)
+                if title(least) not in refused:
+                    news += 1
+                    refused[title(least)] = {n: row[n] for n in differing(least)}, refusal(least)
+        if not news:
+            break
+    return refused
+
+
+def smallest(row: Row) -> Row:
+    """Returns a row with as few unusual values as are refused."""
+    row = dict(row)
+    for name in row:
+        usual = {**row, name: domains_cache()[name][0]}
+        if usual != row and refusal(usual):
+            row = usual
+    return row
+
+
+def prepare(folder: Path) -> None:
+    """Makes what all rows begin with: an imitated model, a teacher and the rows of the dataset."""
+    os.chdir(folder)
+    pairs_envs.rows(Path("rows.jsonl"))
+    shown = [*(f"{n}={ENVS}:{n}" for n in ("Words", "Edited", "Long")), "gspo/Lookup-v0"]
+    settings = Config.from_recipe(
+        env=(*shown, "gspo/Dialogue-v0"),
+        rollout={"max_turn_tokens": 32},
+        recipe={
+            **{"name": "tiny", "hidden_size": 32, "layers": 2, "heads": 2, "demonstrations": 300},
+            **{"imitation_steps": 60, "imitation_learning_rate": 1e-2, "imitation_batch": 32},
+        },
+        eval_tasks=5,
+    )
+    agent = GSPOAgent(config=settings)
+    agent.warm_up()
+    agent.model.save_pretrained("start")
+    agent.tokenizer.save_pretrained("start")
+    agent.close()
+    shutil.copytree("start", "teacher")
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file("start/model.safetensors")
+    others = {
+        n: w + 0.1 * w.std() * torch.randn(w.shape, generator=generator) for n, w in weights.items()
+    }
+    save_file(others, "teacher/model.safetensors", {"format": "pt"})
+
+
+def in_fork(row: Row, folder: Path, number: int, plant: str = "") -> dict[str, Any]:
+    """Plays a row in a process of its own; returns how it ended."""
+    place = folder / f"row-{number}"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    for name in ("start", "teacher", "rows.jsonl"):
+        (place / name).symlink_to(folder / name)
+    process = os.fork()
+    if not process:
+        os.setsid()
+        log = os.open(place / "log.txt", os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(place)
+        signal.alarm(LIMIT)
+        result: dict[str, Any] = {"end": "wrong", "text": "no result", "stage": "", "cpu": 0.0}
+        try:
+            if plant:
+                from pairs_plants import PLANTS
+
+                PLANTS[plant].put()
+            result = play(row, folder / "start")
+        finally:
+            (place / "result.json").write_text(json.dumps(result))
+            sys.stdout.flush()
+            os._exit(0)
+    _, status = os.waitpid(process, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
+    if not (place / "result.json").exists():
+        return {"end": "wrong", "text": f"the process ended with {status}", "stage": "", "cpu": 0.0}
+    result = json.loads((place / "result.json").read_text())
+    if result["end"] != "wrong":
+        shutil.rmtree(place)
+    return typing.cast(dict[str, Any], result)
+
+
+def main() -> None:
+    """Plays rows and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=0, help="play so many; 0 plays all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of the rows")
+    parser.add_argument("--only", default="", help="numbers of rows, such as 3,17")
+    parser.add_argument("--triples", action="store_true")
+    parser.add_argument("--hours", type=float, default=2.0)
+    parser.add_argument("--plant", action="store_true")
+    parser.add_argument("--matrix", action="store_true")
+    parser.add_argument("--folder", default="", help="keep the rows that went wrong here")
+    parser.add_argument(
+        "--set", nargs="*", default=[], help="play one row: env=Words loss.kl_coef=0.05"
+    )
+    options = parser.parse_args()
+    os.environ.pop("OMP_NUM_THREADS", None)  # rows have one thread or two
+    torch.set_num_threads(1)
+    folder = Path(options.folder or tempfile.mkdtemp(prefix="pairs-")).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "start").exists():
+        prepare(folder)
+    os.chdir(folder)
+    if options.set:
+        row = {name: values[0] for name, values in domains_cache().items()}
+        for each in options.set:
+            name, _, text = each.partition("=")
+            row[name] = next(
+                v for v in domains_cache()[name] if str(v[0] if isinstance(v, tuple) else v) == text
+            )
+        print(json.dumps(result := in_fork(row, folder, 0), indent=1).replace("\\n", "\n"))
+        sys.exit(result["end"] == "wrong")
+    refused = forbidden(folder)
+    if options.matrix:
+        print(matrix(refused))
+        return
+    size = 3 if options.triples else 2
+    rows = covering(size, options.seed, [row for row, _ in refused.values()])
+    print(f"{len(rows)} rows; {len(refused)} combinations are refused at once", flush=True)
+    for name, (_, sentence) in refused.items():
+        print(f"  {name}: {sentence}", flush=True)
+    if options.plant:
+        sys.exit(plant_all(rows, folder))
+    numbers = list(range(len(rows)))
+    if options.only:
+        numbers = [int(n) for n in options.only.split(",")]
+    elif options.rows or options.triples:
+        random.Random(options.seed).shuffle(numbers)
+        numbers = numbers[: options.rows or len(numbers)]
+    sys.exit(play_all(rows, numbers, folder, options.hours * 3600 if options.triples else 1e9))
+
+
+def play_all(rows: Sequence[Row], numbers: Sequence[int], folder: Path, seconds: float) -> int:
+    """Plays rows one after the other; returns 1 if one is wrong."""
+    end, counts = time.monotonic() + seconds, dict.fromkeys(("done", "refused", "wrong"), 0)
+    cpu, late = 0.0, dict[str, str]()
+    for n in numbers:
+        if time.monotonic() > end:
+            break
+        result = in_fork(rows[n], folder, n)
+        cpu += result["cpu"]
+        how = result["end"].partition(" ")[0]
+        counts[how] += 1
+        if how == "refused":
+            late[result["text"]] = title(rows[n])
+        if how == "wrong":
+            print(
+                f"row {n} is wrong ({result['stage']}): {title(rows[n])}\n{result['text']}",
+                flush=True,
+            )
+    for sentence, name in late.items():
+        print(f"refused: {sentence}\n  in {name}")
+    played = sum(counts.values())
+    print(f"{played} rows, {cpu / max(1, played):.1f} s of CPU each: {counts}")
+    return int(counts["wrong"] > 0 or not played)
+
+
+def plant_all(rows: Sequence[Row], folder: Path) -> int:
+    """Plays rows with each of the planted faults until one is wrong; returns 1 if none is."""
+    from pairs_plants import PLANTS
+
+    missed = 0
+    for name, plant in PLANTS.items():
+        fit = [n for n, row in enumerate(rows) if _has(row, plant.needs)]
+        caught = ""
+        for n in fit[:3]:
+            if in_fork(rows[n], folder, n)["end"] != "done":
+                continue
+            result = in_fork(rows[n], folder, n, name)
+            if result["end"] == "wrong":
+                caught = f"row {n}: {result['text'].splitlines()[0]}"
+                shutil.rmtree(folder / f"row-{n}")
+                break
+        missed += not caught
+        print(f"{name}: {caught or f'NOT CAUGHT by {fit[:3]}'}", flush=True)
+    return int(missed > 0)
+
+
+def _has(row: Row, needs: Mapping[str, Any]) -> bool:
+    """Returns whether a row has one of the values of each setting that a planted fault needs."""
+    if row["rollout.max_turns"] == 1 or row["model_dtype"] in ("bfloat16", "float16"):
+        return False
+    values = {n: v[0] if isinstance(v, tuple) else v for n, v in row.items()}
+    return all(
+        values[n] in v.split() if isinstance(v, str) else values[n] == v for n, v in needs.items()
+    )
+
+
+def matrix(refused: Mapping[str, tuple[Row, str]]) -> str:
+    """Returns the table of what cannot be combined."""
+    lines = ["| settings | refused with |", "|---|---|"]
+    for name, (_, sentence) in sorted(refused.items()):
+        lines.append(f"| `{name}` | {sentence.partition(': ')[2]} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
