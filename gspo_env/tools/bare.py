@@ -9,7 +9,6 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any, NamedTuple
 
 from gspo_env.tools.arguments import properties_of, typed_call
@@ -22,7 +21,14 @@ from gspo_env.tools.formats import (
     read_pairs,
     read_values,
 )
-from gspo_env.tools.json_calls import Schemas, ToolCallError, decode, skip_space, to_call
+from gspo_env.tools.json_calls import (
+    Schemas,
+    ToolCallError,
+    decode,
+    most_failures,
+    skip_space,
+    to_call,
+)
 from gspo_env.tools.marks import names_tool, without_closings
 from gspo_env.tools.python import QUOTED, statements
 from gspo_env.types import ToolCall
@@ -30,7 +36,7 @@ from gspo_env.types import ToolCall
 Calls = list[ToolCall | ToolCallError]
 
 _MOST = 32
-"""Blocks, lines and elements without a call that are tried, so that the time is linear."""
+"""Blocks at the end, and lines at each end, that are tried, so that the time is linear."""
 _PARALLEL = "multi_tool_use.parallel("
 _JSON_LINE = re.compile(r"^[ \t]*(?=[{\[])", re.MULTILINE)
 _OPENING, _CLOSING = (
@@ -165,7 +171,7 @@ def _react(body: str, schemas: Schemas, limit: int) -> tuple[Calls, int]:
     text = _OBSERVED.split(body, maxsplit=1)[0]
     headers = [
         header
-        for header in islice(_REACT.finditer(text, 0, limit), _MOST)
+        for header in _REACT.finditer(text, 0, limit)
         if header[1] in schemas or ("\n" in header[0] and text.startswith("{", header.end()))
     ]
     ends = [*(header.start() for header in headers[1:]), len(text)]
@@ -288,7 +294,8 @@ def _lines(text: str, schemas: Schemas, limit: int) -> tuple[Calls, int]:
     """Returns the calls in the lines of Python that end a text; those before must be prose."""
     names = "|".join(map(re.escape, schemas))
     begin = re.compile(rf"^`{{0,3}}(?={_SPACE_NAMES}(?:{names})\()", re.MULTILINE)
-    for line in islice(begin.finditer(text), _MOST):
+    lines = [*begin.finditer(text)]
+    for line in lines[:_MOST] + lines[_MOST:][-_MOST:]:
         code = text[line.end() :].removesuffix(line[0])
         calls = [] if _is_code(text[: line.start()].rstrip()) else _statements(code, schemas)
         if calls:
@@ -325,8 +332,8 @@ def _elements(text: str, schemas: Schemas, limit: int = 0) -> tuple[Calls, int]:
     text = _WRAPPER_ENDS.sub(lambda match: match[0] if match.end() < len(text) else "", text)
     calls: Calls = []
     start = end = position = others = 0
-    first_close = text.find("</")
-    while others < _MOST and (tag := opening.search(text, position)):
+    first_close, most = text.find("</"), most_failures(text)
+    while others < most and (tag := opening.search(text, position)):
         follows = bool(calls) and not text[end : tag.start()].strip()
         is_alone = tag[1] is not None and not 0 <= first_close < tag.start()
         reading, stop = _element(text, tag, schemas, follows or is_alone)

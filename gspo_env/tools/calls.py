@@ -16,6 +16,7 @@ from gspo_env.tools.json_calls import (
     Reading,
     Schemas,
     ToolCallError,
+    most_failures,
     read_enclosed,
     skip_space,
     to_calls,
@@ -24,8 +25,6 @@ from gspo_env.tools.marks import MARK, MARKS, may_have_calls, skip_closings, wit
 from gspo_env.tools.tool import Tool
 from gspo_env.types import Message, ToolCall
 
-_MOST_MALFORMED = 32
-"""Malformed calls after which the rest of a text is not searched, so that the time is linear."""
 MOST_THOUGHTS = 32
 """Reasoning at the start of an action that is split off, so that the time is linear."""
 REASONING = {
@@ -45,6 +44,9 @@ REASONING = {
 """The marks around reasoning."""
 _IN_REASONING = ToolCallError(
     message="the tool call is in the reasoning, write it behind </think> or the mark that ends it."
+)
+_UNREAD = ToolCallError(
+    message="the text has too many marks of tool calls without a call, its end is not read."
 )
 Calls = list[ToolCall | ToolCallError]
 
@@ -222,8 +224,8 @@ def _find_calls(text: str, schemas: Schemas) -> tuple[Calls, str]:
     calls: Calls = []
     mentions: Calls = []
     pieces: list[str] = []
-    position, malformed = 0, 0
-    while mark and malformed < _MOST_MALFORMED:
+    position, malformed, most = 0, 0, most_failures(text)
+    while mark and malformed < most:
         start = mark.end()
         reading, end = _read_at(mark, text, schemas)
         if isinstance(reading, str):
@@ -239,6 +241,8 @@ def _find_calls(text: str, schemas: Schemas) -> tuple[Calls, str]:
         position = end
         mark = MARK.search(text, position)
     pieces.append(text[position:])
+    if mark:
+        calls.append(_UNREAD)
     if calls and not malformed:
         outer = [piece for piece in (pieces[0], pieces[-1]) if may_have_calls(piece, schemas)]
         unmarked = chain(*(_valid(_read_bare(piece, schemas, len(piece))[0]) for piece in outer))

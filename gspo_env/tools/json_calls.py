@@ -33,6 +33,14 @@ Reading = tuple[Sequence[ToolCall | ToolCallError] | str, int]
 itself is text that only names the mark, if the text has calls."""
 
 
+def most_failures(text: str) -> int:
+    """Returns the failed readings after which a text is not searched further.
+
+    Each may pass over the whole text, so the time is that of 8 MB, or of 32 times the text.
+    """
+    return 32 * max(1, (1 << 18) // max(1, len(text)))
+
+
 def levels(tree: Any) -> Iterator[list[Any]]:
     """Yields what a JSON value has at each depth: itself, then its items, keys and values, ...
 

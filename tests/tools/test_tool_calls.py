@@ -336,7 +336,7 @@ def test_hostile_text_is_never_an_error(text):
 def test_a_megabyte_of_hostile_text_is_read_once(unit):
     text = unit * (1_000_000 // len(unit))
     message, malformed = parse_message(text, TOOLS)  # a quadratic search takes minutes
-    assert malformed <= 32
+    assert malformed <= 33
     assert len(message.content) <= len(text)
 
 
@@ -457,6 +457,59 @@ def test_a_malformed_call_of_each_family_is_an_error_for_the_policy_and_counted(
 def test_a_malformed_call_before_a_good_one_is_counted_and_not_lost(text):
     calls = parse_tool_calls(text, TOOLS)
     assert [getattr(call, "name", "") for call in calls] == ["", "look"]
+
+
+MARKED = '<tool_call>{"name": "look", "arguments": {"word": "a"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            '<invoke>{"name": "look"',
+            '<invoke>{"name": "look"}',
+            '<invoke>{"name": "look"</invoke>',
+        ),
+        *("<tool_use><name>nope</name>", "<tool_use><name>look</name>"),
+        *("<function=hello</function>", "<function=look</function>"),
+        *("<invoke><tool_name>look</tool_name><parameters>", '<|python_tag|>{"name": "look"'),
+    ],
+)
+def test_what_follows_a_malformed_call_is_read_and_both_are_counted(text):
+    for line in ("", " so", "\n"):
+        error, call = parse_tool_calls(f"{text}{line}\n{MARKED}", TOOLS)
+        assert isinstance(error, ToolCallError)
+        assert call == ToolCall(name="look", arguments=A)
+    assert all(isinstance(call, ToolCallError) for call in parse_tool_calls(text, TOOLS))
+    assert parse_message(text, TOOLS)[1] == 1
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 200])
+@pytest.mark.parametrize(
+    ("prose", "call"),
+    [
+        ("I write <tool_call> here. ", MARKED),
+        ("The mark <|python_tag|> is not <function=. ", MARKED),
+        ("[TOOL_CALLS] begins one.\n", '[TOOL_CALLS]look[ARGS]{"word": "a"}'),
+        ("look(word) is a tool.\n", "look(word='a')"),
+        ("The tag <look> is a tool.\n", "<look><word>a</word></look>"),
+        ("Action: climb (high)\n", 'Action: look\nAction Input: {"word": "a"}'),
+        ("```\nlook(word) is a tool\n```\n", "```\nlook(word='a')\n```"),
+    ],
+)
+def test_prose_that_names_a_mark_often_hides_no_call(prose, call, count):
+    assert parse_tool_calls(prose * count + call, TOOLS) == [ToolCall(name="look", arguments=A)]
+
+
+def test_a_call_behind_more_malformed_ones_than_are_read_is_reported():
+    text = "<tool_call>{" * 99_999
+    *_, last = calls = parse_tool_calls(text + MARKED, TOOLS)
+    assert len(calls) == 33
+    assert last.message == (
+        "the text has too many marks of tool calls without a call, its end is not read."
+    )
+    good = parse_tool_calls(MARKED * 2000, TOOLS)
+    assert [call.name for call in good] == ["look"] * 2000
 
 
 A = {"word": "a"}
