@@ -58,7 +58,7 @@ class ChatTemplateError(GspoEnvError, ValueError):
 
 
 class TemplateBoundsError(ChatTemplateError):
-    """A chat template takes too much time or memory."""
+    """A chat template takes too much time or memory, or cannot be parsed: it renders nothing."""
 
 
 class RefusedError(GspoEnvError, ValueError):

@@ -20,7 +20,7 @@ from jinja2.visitor import NodeTransformer
 from gspo_env.errors import ChatTemplateError, TemplateBoundsError
 from gspo_env.runtime.limited import LimitedPool
 
-_LONGEST_TEMPLATE = 1 << 18
+_LONGEST_TEMPLATE = 1 << 17
 """Characters of a template."""
 _SECONDS = 1.0
 """CPU time of one rendering, its template's compilation included."""
@@ -57,7 +57,7 @@ class BoundedTemplate:
             a part of what the template writes, and not only something that it searches for.
 
     Raises:
-        TemplateBoundsError: It is too long.
+        TemplateBoundsError: It is too long, or cannot be parsed.
     """
 
     def __init__(self, source: str, mark: Callable[[str, bool], str]) -> None:
@@ -65,9 +65,12 @@ class BoundedTemplate:
             raise TemplateBoundsError(
                 f"it has {len(source):,} characters; expected at most {_LONGEST_TEMPLATE:,}"
             )
-        tree = _Marker(mark).visit(parser().parse(source))
-        tree.set_environment(None)
-        self._tree = pickle.dumps(tree)
+        try:
+            tree = _Marker(mark).visit(parser().parse(source))
+            tree.set_environment(None)
+            self._tree = pickle.dumps(tree)
+        except (jinja2.TemplateError, ValueError, RecursionError) as error:
+            raise TemplateBoundsError(f"it cannot be parsed: {error}") from error
         self._digest = hashlib.sha256(self._tree).digest()
 
     def render(self, **names: Any) -> str:

@@ -161,18 +161,19 @@ class TextEncoder:
 
     def to_rendering(self, text: str) -> str:
         """Returns a text of the template's or the policy's own as a rendering."""
-        return self._control_pattern.sub(lambda match: _stand_in(self.control_ids[match[0]]), text)
+        return self.control_pattern.sub(lambda match: _stand_in(self.control_ids[match[0]]), text)
 
     def break_controls(self, text: str, mark: str) -> str:
         """Puts a mark into what looks like a control token in a text that is none."""
-        return self._control_pattern.sub(lambda match: match[0][:1] + mark + match[0][1:], text)
+        return self.control_pattern.sub(lambda match: match[0][:1] + mark + match[0][1:], text)
 
     def controls_of(self, rendering: str) -> list[int]:
         """Returns the control tokens of a rendering."""
         return [_id_of(stand_in) for stand_in in _STAND_IN.findall(rendering)]
 
     @cached_property
-    def _control_pattern(self) -> re.Pattern[str]:
+    def control_pattern(self) -> re.Pattern[str]:
+        """Matches the text of a control token."""
         longest_first = sorted(self.control_ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 

@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_LONGEST_OUTPUT = 1 << 23
-"""Characters that a template may write."""
+_OUTPUT, _OUTPUT_PER_BYTE, _LONGEST_OUTPUT = 1 << 18, 8, 1 << 23
+"""Characters that a template may write, further ones for a byte of what it renders, and at most."""
 _SLOW, _PER_BYTE = 0.05, 1e-7
 """CPU seconds of a usual rendering, and of a byte of what it renders."""
 _MOST_SLOW = 2.0
-"""CPU seconds that the renderings of a template may take beyond that."""
+"""CPU seconds that the renderings of a template may take beyond that, failed ones included."""
 _templates: dict[bytes, Template] = {}
 _spent: dict[bytes, float] = {}
 
@@ -31,17 +31,23 @@ def answer(digest: bytes, tree: bytes, names: bytes) -> bytes:
     """
     if not tree and digest not in _templates:
         return b"?"
+    started = time.process_time()
+    text = _render(digest, tree, names)
+    excess = time.process_time() - started - _SLOW - _PER_BYTE * len(names)
+    _spent[digest] = _spent.get(digest, 0.0) + max(0.0, excess)
+    if _spent[digest] > _MOST_SLOW:
+        return b"*it is slow again and again: more than %d seconds in all" % _MOST_SLOW
+    return text
+
+
+def _render(digest: bytes, tree: bytes, names: bytes) -> bytes:
     try:
         if tree:
             _templates[digest] = _compile(pickle.loads(tree))
-        started = time.process_time()
         text = _templates[digest].render(**pickle.loads(names))
-        excess = time.process_time() - started - _SLOW - _PER_BYTE * len(names)
-        _spent[digest] = _spent.get(digest, 0.0) + max(0.0, excess)
-        if _spent[digest] > _MOST_SLOW:
-            return b"*it is slow again and again: more than %d seconds in all" % _MOST_SLOW
-        if len(text) > _LONGEST_OUTPUT:
-            return b"*it writes more than %d characters" % _LONGEST_OUTPUT
+        longest = min(_OUTPUT + _OUTPUT_PER_BYTE * len(names), _LONGEST_OUTPUT)
+        if len(text) > longest:
+            return b"*it writes more than %d characters" % longest
         return b"=" + text.encode("utf-8", "surrogatepass")
     except (MemoryError, RecursionError) as error:
         return b"*it takes too much memory (%s)" % type(error).__name__.encode()

@@ -73,6 +73,7 @@ class ChatTemplate:
         }
         names = self.text.control_ids
         self._longest = max(map(len, names), default=0)
+        self._glued = re.compile(f"{_GLUE}({self.text.control_pattern.pattern})?")
         self._beginnings = {n[:k].casefold() for n in names for k in range(1, len(n))}
         bare_names = {re.sub(r"\W", "", name) for name in names}
         self._kept_words = set(_SCHEMA_WORDS.split()) - bare_names
@@ -276,7 +277,7 @@ class ChatTemplate:
         """Returns the rendering of a short conversation, or nothing if the template refuses it."""
         try:
             return self._render(messages, schemas, generation)
-        except TemplateBoundsError:  # every rendering takes as long
+        except TemplateBoundsError:  # every rendering would fail, and take as long
             raise
         except ChatTemplateError as error:
             logger.info("%s", error)
@@ -309,23 +310,24 @@ class ChatTemplate:
                 add_generation_prompt=generation,
                 **self._variables,
             )
-        except Exception as error:
+        except ValueError as error:
             roles = "messages of " + ", ".join(message["role"] for message in messages)
             text = f"the chat template refuses {roles[:_LONGEST_ERROR]}: "
-            exceeds = isinstance(error, (TemplateBoundsError, RecursionError))
+            exceeds = isinstance(error, TemplateBoundsError)
             kind = TemplateBoundsError if exceeds else ChatTemplateError
             raise kind(text + str(error)[:_LONGEST_ERROR]) from error
 
     def _join(self, text: str) -> tuple[str, list[str]]:
         """Returns the rendering without marks, and the control tokens that were put together."""
-        head, *tails = text.split(_GLUE)
-        pieces, composed = [head], []
-        for tail in tails:
-            beginnings = (tail[:n] for n in range(min(self._longest, len(tail)), 0, -1))
-            name = next((b for b in beginnings if b in self.text.control_ids), "")
-            composed += [name] if name else []
-            pieces += [self._with_stand_ins(name), tail[len(name) :]]
-        return drop_marks("".join(pieces)), composed
+        composed: list[str] = []
+
+        def join(match: re.Match[str]) -> str:
+            if not match[1]:
+                return ""
+            composed.append(match[1])
+            return self.text.to_rendering(match[1])
+
+        return drop_marks(self._glued.sub(join, text)), composed
 
     def _mark(self, text: str, is_output: bool) -> str:
         """Returns a text of the template with stand-ins and marks."""

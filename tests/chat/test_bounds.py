@@ -84,6 +84,9 @@ BOMBS = {
     + "{% macro f() %}"
     + "{{ x }}" * 9999
     + "{% endmacro %}{{ f() | length }}",
+    "output of words": "{{ 'ab cd \n' * 1190000 }}",
+    "output of beginnings": "{{ '<' * 1000000 }}",
+    "output of control tokens": "{{ ('<|' ~ 'im_end|>') * 400000 }}",
     "own text": "{% for i in range(99999) %}" + "a" * 99999 + "{% endfor %}",
     "nested lists": "{% set x = [0] %}" + "{% set x = [x, x] %}" * 60 + "{{ x | string | length }}",
     "nested dicts": "{% set x = {} %}" + "{% set x = dict(a=x, b=x) %}" * 60 + "{{ x ~ '' }}",
@@ -134,6 +137,34 @@ def test_a_bomb_that_waits_for_tools_is_an_error_at_the_first_rendering_with_too
     hostile.chat_template = "{% if tools %}" + BOMBS[bomb] + "{% endif %}" + TEMPLATE
     with pytest.raises(TemplateBoundsError):
         _ = ChatTemplate(hostile).shows_tools
+
+
+@pytest.mark.parametrize(
+    ("bomb", "sentence"),
+    [
+        ("{% set x = 7 ** 999999 %}", "it is slow again and again"),
+        ("{{ " + "9" * 130000 + " }}", "it cannot be parsed"),
+        ("{% for", "it cannot be parsed"),
+        ("{{ " + "not " * 20000 + "1 }}", "it cannot be parsed"),
+    ],
+)
+def test_a_template_that_fails_slowly_or_always_is_not_tried_again_and_again(
+    tokenizer, bomb, sentence
+):
+    hostile = copy.deepcopy(tokenizer)
+    hostile.chat_template = bomb + TEMPLATE
+    with pytest.raises(TemplateBoundsError, match=sentence):
+        ChatTokenizer(hostile)
+
+
+def test_a_template_may_write_a_multiple_of_what_it_gets(tokenizer):
+    """Escapes, and the indents of a deep schema."""
+    tame, schema = copy.deepcopy(tokenizer), {"a": "é" * 99_999}
+    for _ in range(20):
+        schema = {"type": "object", "properties": {"x": schema, "y": {"type": "string"}}}
+    tame.chat_template = "{{ tools | tojson(indent=4, ensure_ascii=true) }}" * 2
+    written = ChatTemplate(tame).render([{"role": "user", "content": "amber"}], [schema])
+    assert written.count("\\u00e9") == 199_998
 
 
 @pytest.mark.parametrize(
