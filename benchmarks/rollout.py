@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.registration import make_env
-from gspo_env.model.weights import step_folders
+from gspo_env.files import step_folders
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.runtime.loops import rare_garbage_collection, run_alone

@@ -5,7 +5,7 @@ from .check.environment import check_env as check_env
 from .config import Config as Config
 from .env.base import TextEnv as TextEnv
 from .env.base import UnicodeText as UnicodeText
-from .env.registration import describe_envs as describe_envs
+from .env.listing import describe_envs as describe_envs
 from .env.registration import make_env as make_env
 from .env.registration import register_builtin as register_builtin
 from .env.registration import resolve_env as resolve_env

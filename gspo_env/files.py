@@ -19,6 +19,7 @@ Example:
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import stat
@@ -28,6 +29,15 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from gspo_env.errors import OutputError
+
+MODEL = "model"
+"""The folder of a model in that of a run or a checkpoint."""
+SETTINGS = "gspo_env.json"
+"""The file in a model's folder with the settings of its training, and the step."""
+CHECKPOINT = re.compile(r"step-(\d{1,15})")
+"""The name of a checkpoint's folder."""
+_SMALL = 1 << 20
+"""Bytes of a file of settings."""
 
 _TEXTS = re.compile(
     r'''"""(?s:[^\\]|\\.)*?(?:"{3,5}|\Z)|\'{3}(?s:.)*?(?:'{3,5}|\Z)'''
@@ -113,6 +123,31 @@ def read_file(folder: Path, name: str | PurePath, max_bytes: int) -> bytes:
         OSError: See `regular_file`.
     """
     return regular_file(folder, name, max_bytes).read_bytes()
+
+
+def read_small(folder: Path, name: str) -> str:
+    """Returns the text of a file of at most 1 MiB, or nothing if there is none."""
+    try:
+        return regular_file(folder, name, _SMALL, links=True).read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def saved_step(folder: Path) -> int | None:
+    """Returns the step after which a run saved the model in a folder; None if it has none."""
+    if not (folder / "config.json").exists():
+        return None
+    try:
+        step = json.loads(read_small(folder, SETTINGS))["step"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return step if type(step) is int and 0 <= step < 1 << 53 else None
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Lists the folders of the steps in their order, damaged ones as well."""
+    folders = [path for path in folder.glob("step-*") if CHECKPOINT.fullmatch(path.name)]
+    return sorted(folders, key=lambda path: int(path.name[5:]))
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -26,12 +26,12 @@ from gspo_env.errors import ConfigError
 BUILTIN: dict[str, dict[str, str]] = {
     "advantage": {
         "distillation": "gspo_env.training.distillation:Distillation",
-        "gigpo": "gspo_env.credit.estimators:GiGPO",
-        "group_gae": "gspo_env.credit.estimators:GroupGAE",
-        "normalize_then_accumulate": "gspo_env.credit.estimators:NormalizeThenAccumulate",
+        "gigpo": "gspo_env.credit.turn_estimators:GiGPO",
+        "group_gae": "gspo_env.credit.turn_estimators:GroupGAE",
+        "normalize_then_accumulate": "gspo_env.credit.turn_estimators:NormalizeThenAccumulate",
         "outcome": "gspo_env.credit.estimators:Outcome",
         "returns_to_go": "gspo_env.credit.estimators:ReturnsToGo",
-        "turn_plus_outcome": "gspo_env.credit.estimators:TurnPlusOutcome",
+        "turn_plus_outcome": "gspo_env.credit.turn_estimators:TurnPlusOutcome",
     },
     "branching": {
         "none": "gspo_env.rollout.collector:RolloutPlugin",

@@ -20,7 +20,8 @@ from gspo_env.errors import OutputError
 from gspo_env.files import check_folder, parse_toml, read_file, write_file
 from gspo_env.redaction import write_text
 from gspo_env.runs import Run, write_page
-from gspo_env.training.checkpoints import Checkpoints, damage
+from gspo_env.training.checkpoints import Checkpoints
+from gspo_env.training.resume import damage
 
 PRECIOUS = "what the user would miss"
 

@@ -34,6 +34,7 @@ from gspo_env.config import Config, check_estimator, from_dict, override, to_tom
 from gspo_env.engines import Completion, Engine, Sampling, check_completion
 from gspo_env.env.registration import env_setting
 from gspo_env.errors import ConfigError
+from gspo_env.files import MODEL, SETTINGS
 from gspo_env.health.findings import Finding
 from gspo_env.health.startup import check_changed_files, check_start
 from gspo_env.model.head import usable_ids
@@ -48,7 +49,6 @@ from gspo_env.model.load import (
     save_model,
 )
 from gspo_env.model.threads import is_small, use_threads
-from gspo_env.model.weights import MODEL, SETTINGS, find_weights
 from gspo_env.redaction import write_text
 from gspo_env.rollout.collector import Collector
 from gspo_env.seeding import derive_seed
@@ -441,6 +441,7 @@ class GSPOAgent:
             ConfigError: The saved settings are damaged, or name something that has to be given.
             ModelError: There are no such weights; see `gspo_env.model.weights`.
         """
+        from gspo_env.model.weights import find_weights
         from gspo_env.saved import read_saved
 
         saved = read_saved(path)

@@ -15,13 +15,12 @@ from gspo_env.env.base import attribute
 from gspo_env.episodes.schema import PAGE, Phase
 from gspo_env.episodes.writer import EpisodeLog
 from gspo_env.errors import OutputError
-from gspo_env.files import read_file
+from gspo_env.files import MODEL, read_file
 from gspo_env.health.collapse import find_collapse
 from gspo_env.health.evaluation import check_first_evaluation
 from gspo_env.health.findings import Finding
 from gspo_env.learner.stats import TokenValues
 from gspo_env.model.check import RunMode
-from gspo_env.model.weights import MODEL
 from gspo_env.redaction import write_text
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector

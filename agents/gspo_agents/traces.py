@@ -12,7 +12,7 @@ from typing import Any
 from gspo_env.episodes.schema import Phase
 from gspo_env.episodes.writer import tool_calls
 from gspo_env.redaction import redact_text
-from gspo_env.tracking.traces import Span, Trace
+from gspo_env.tracking.base import Span, Trace
 from gspo_env.types import Episode, Group, Turn
 
 _MOST_TURNS = 200

@@ -6,24 +6,20 @@ reasoning is what stands before `</think>`, and tool calls stay text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gspo_env.chat.encode import BoundedCache, TextEncoder, map_texts
 from gspo_env.chat.fields import clean
-from gspo_env.chat.response import (
-    REASONING_KEYS,
-    calls_for_template,
-    name_and_arguments,
-    parse_response,
-)
 from gspo_env.tools.calls import MOST_THOUGHTS, REASONING
 from gspo_env.types import Message
 
 _CACHE_BYTES = 1 << 24
 _TAIL = 12
 """Ids at the end of a prompt that hold the mark of reasoning, also where it is plain text."""
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""The keys under which templates take the reasoning of a message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +97,24 @@ def message_for_template(message: Message) -> dict[str, Any]:
     return {"role": message.role, "content": content, **present}
 
 
+def calls_for_template(message: Message) -> list[dict[str, Any]]:
+    """Returns the calls of a message in the form of templates."""
+    calls = [
+        {
+            "type": "function",
+            **({"id": call.id} if call.id else {}),
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in message.tool_calls
+    ]
+    return list(map_texts(calls, clean))
+
+
+def name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
+    """Returns what a call in the form of templates says."""
+    return call["function"]["name"], call["function"]["arguments"]
+
+
 def _assistant(content: str, reasoning: str | None, calls: Sequence[Any]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning:
@@ -147,6 +161,8 @@ class ActionParser:
         if not self._has_schema:
             return action
         text = action.rendering if has_end else action.body
+        from gspo_env.chat.response import parse_response
+
         parts = parse_response(self._tokenizer, self._encoder, text, prompt_ids, tools, is_open)
         return replace(action, **parts)
 

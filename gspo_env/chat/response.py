@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from gspo_env.chat.action import REASONING_KEYS, calls_for_template, name_and_arguments
 from gspo_env.chat.encode import TextEncoder, drop_marks, map_texts
-from gspo_env.chat.fields import clean
 from gspo_env.tools.calls import parse_message, read_calls
 from gspo_env.types import Message, ToolCall
-
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""The keys under which templates take the reasoning of a message."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,21 +59,3 @@ def parse_response(
         ),
     )
     return {"content": content, "reasoning": reasoning, "calls": tuple(calls), "message": message}
-
-
-def calls_for_template(message: Message) -> list[dict[str, Any]]:
-    """Returns the calls of a message in the form of templates."""
-    calls = [
-        {
-            "type": "function",
-            **({"id": call.id} if call.id else {}),
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in message.tool_calls
-    ]
-    return list(map_texts(calls, clean))
-
-
-def name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
-    """Returns what a call in the form of templates says."""
-    return call["function"]["name"], call["function"]["arguments"]

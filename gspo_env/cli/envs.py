@@ -20,7 +20,7 @@ class Envs:
     def run(self) -> None:
         """Prints one line for each environment, or the result of the check."""
         from gspo_env.check.environment import check_env
-        from gspo_env.env.registration import describe_envs
+        from gspo_env.env.listing import describe_envs
         from gspo_env.health.findings import show
 
         if self.check:

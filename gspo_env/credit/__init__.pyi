@@ -2,13 +2,13 @@ from .estimate import Credit as Credit
 from .estimate import CreditConfig as CreditConfig
 from .estimate import estimate as estimate
 from .estimators import Estimator as Estimator
-from .estimators import GiGPO as GiGPO
 from .estimators import GroupEstimator as GroupEstimator
-from .estimators import GroupGAE as GroupGAE
-from .estimators import NormalizeThenAccumulate as NormalizeThenAccumulate
 from .estimators import Outcome as Outcome
 from .estimators import ReturnsToGo as ReturnsToGo
-from .estimators import TurnPlusOutcome as TurnPlusOutcome
 from .scores import ScoreChoice as ScoreChoice
 from .scores import Scores as Scores
 from .scores import turn_rewards as turn_rewards
+from .turn_estimators import GiGPO as GiGPO
+from .turn_estimators import GroupGAE as GroupGAE
+from .turn_estimators import NormalizeThenAccumulate as NormalizeThenAccumulate
+from .turn_estimators import TurnPlusOutcome as TurnPlusOutcome

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
-from gspo_env.types import Episode, FloatArray, Group
+from gspo_env.types import FloatArray, Group
 
 MIN_SCALE = 1e-8
 """If a group's standard deviation is below this, its advantages are 0."""
@@ -61,27 +60,10 @@ def z_score(values: FloatArray, scale: str, ddof: int) -> FloatArray:
     return divided([centred], centred, scale, ddof)[0]
 
 
-def _rows_by_turn(rows: Sequence[FloatArray]) -> list[list[int]]:
+def rows_by_turn(rows: Sequence[FloatArray]) -> list[list[int]]:
     """Returns, for each turn, the indices of the rows that have it."""
     most = max(map(len, rows))
     return [[n for n, row in enumerate(rows) if len(row) > k] for k in range(most)]
-
-
-def z_by_turn(rows: Sequence[FloatArray], scale: str, ddof: int) -> list[FloatArray]:
-    """Computes each turn's z-scores over the rows that have it, over all if too few do."""
-    everything = np.concatenate(rows)
-    deviations = everything - everything.mean()
-    result = [np.zeros(len(row)) for row in rows]
-    for k, reaching in enumerate(_rows_by_turn(rows)):
-        at_k = np.array([rows[n][k] for n in reaching])
-        if len(reaching) >= min_peers(rows):
-            z = z_score(at_k, scale, ddof)
-        else:
-            others = np.array([mean_without(everything, rows[n]) for n in reaching])
-            z = divided([at_k - others], deviations, scale, ddof)[0]
-        for n, value in zip(reaching, z, strict=True):
-            result[n][k] = value
-    return result
 
 
 def turn_baselines(returns: Sequence[FloatArray]) -> tuple[list[FloatArray], list[FloatArray]]:
@@ -89,7 +71,7 @@ def turn_baselines(returns: Sequence[FloatArray]) -> tuple[list[FloatArray], lis
     everything = np.concatenate(returns)
     baselines = [np.zeros(len(row)) for row in returns]
     means = [np.full(len(row), everything.mean()) for row in returns]
-    for k, reaching in enumerate(_rows_by_turn(returns)):
+    for k, reaching in enumerate(rows_by_turn(returns)):
         total = sum(returns[n][k] for n in reaching)
         for n in reaching:
             if len(reaching) >= min_peers(returns):
@@ -100,35 +82,10 @@ def turn_baselines(returns: Sequence[FloatArray]) -> tuple[list[FloatArray], lis
     return baselines, means
 
 
-def anchors(episodes: Sequence[Episode]) -> dict[str, list[tuple[int, int]]]:
-    """Returns every (episode, turn) that was played in a state, by the state's key."""
-    visits: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for i, episode in enumerate(episodes):
-        for k, turn in enumerate(episode.turns):
-            if turn.state_key is not None:
-                visits[turn.state_key].append((i, k))
-    return visits
-
-
-def value_after(episodes: Sequence[Episode], returns: Sequence[FloatArray], i: int) -> float:
-    """Estimates the value after the last turn of an episode: 0 if it terminated."""
-    if episodes[i].terminated:
-        return 0.0
-    turns = episodes[i].turns
-    key = next((t.info.state_key for t in reversed(turns) if t.kind == "action"), None)
-    visits = [] if key is None else anchors(episodes).get(key, [])
-    peers = [returns[j][k] for j, k in visits if j != i]
-    if not peers:
-        peers = [
-            row[len(turns)] for j, row in enumerate(returns) if j != i and len(row) > len(turns)
-        ]
-    return float(np.mean(peers)) if peers else 0.0
-
-
 def fallbacks(group: Group) -> int:
     """Counts the turns whose baseline is the group-pooled mean."""
     rows = [group.episodes[i].rewards for i in usable(group)]
     if len(rows) < 2:
         return 0
     least = min_peers(rows)
-    return sum(len(reaching) for reaching in _rows_by_turn(rows) if len(reaching) < least)
+    return sum(len(reaching) for reaching in rows_by_turn(rows) if len(reaching) < least)

@@ -31,6 +31,7 @@ from gspo_env.distributed.messages import (
 from gspo_env.distributed.ranks import OneRankFailed, Ranks, join
 from gspo_env.distributed.shards import ModelSpec, full_tensor, gather_weights, reshard, shard
 from gspo_env.errors import GspoEnvError, ModelError, above
+from gspo_env.files import step_folders
 from gspo_env.learner import state
 from gspo_env.learner.losses import Loss
 from gspo_env.learner.minibatch import advantage_metrics, split
@@ -38,7 +39,6 @@ from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.stats import TokenValues, UpdateStats
 from gspo_env.model.check import RunMode, check_model
 from gspo_env.model.scorer import Scorer
-from gspo_env.model.weights import step_folders
 from gspo_env.runtime.processes import die_with_parent
 
 CHECK_BOUND = 1e-3

@@ -8,7 +8,7 @@ from .info import parse_reset as parse_reset
 from .info import parse_step as parse_step
 from .info import read_prompt as read_prompt
 from .isolated import IsolatedEnv as IsolatedEnv
-from .registration import describe_envs as describe_envs
+from .listing import describe_envs as describe_envs
 from .registration import make_env as make_env
 from .registration import resolve_env as resolve_env
 from .tool_env import ToolEnv as ToolEnv

@@ -11,7 +11,7 @@ import re
 import reprlib
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import Any
@@ -70,17 +70,6 @@ _NAME = re.compile(r"[\w.-]+")
 _RESERVED = ("forks", "option", "reward", "stop")
 """Names of metrics of ours that follow `rollout/` or `eval/`."""
 _OURS: dict[str, None] = {}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EnvDescription:
-    """The entry of an environment in `gspo-env envs`."""
-
-    id: str
-    summary: str
-    """First line of the class's docstring."""
-    tools: tuple[str, ...]
-    """Names of the tools."""
 
 
 def register_builtin() -> None:
@@ -226,12 +215,13 @@ def _near_argument(env_id: str, error: BaseException) -> str:
         return "."
     if "Did you mean" in str(error):  # Python 3.13 and later say it
         return ""
-    names = list(inspect.signature(_load_creator(env_id)).parameters)
+    names = list(inspect.signature(load_creator(env_id)).parameters)
     near = difflib.get_close_matches(match[1], names, n=1)
     return f", did you mean {near[0]}?" if near else f", it has {', '.join(names) or 'none'}."
 
 
-def _load_creator(env_id: str) -> Any:
+def load_creator(env_id: str) -> Any:
+    """Returns what makes a registered environment, such as its class."""
     creator = registry[env_id].entry_point
     return load_env_creator(creator) if isinstance(creator, str) else creator
 
@@ -253,9 +243,9 @@ def hide_progress_bars() -> None:
         handler.setFormatter(TerminalFormatter("%(levelname)s %(message)s"))
 
 
-def describe_envs() -> list[EnvDescription]:
-    """Describes the environments of this package, of its plugins and of resolved files."""
-    return [_describe(env_id) for env_id in sorted(_OURS) if env_id in registry]
+def listed_envs() -> list[str]:
+    """Returns the ids of the environments of this package, of its plugins and of resolved files."""
+    return [env_id for env_id in sorted(_OURS) if env_id in registry]
 
 
 def _is_env_class(value: object) -> bool:
@@ -265,18 +255,6 @@ def _is_env_class(value: object) -> bool:
 def _is_own(value: object, module: str) -> bool:
     """Returns whether a value is an environment's class that the module defines."""
     return _is_env_class(value) and getattr(value, "__module__", "") == module
-
-
-def _describe(env_id: str) -> EnvDescription:
-    try:
-        creator = _load_creator(env_id)
-    except Exception as error:  # the list must still show the others
-        return EnvDescription(id=env_id, summary=f"cannot be loaded: {error}", tools=())
-    declared = getattr(creator, "declared_tools", None)
-    tools = declared() if callable(declared) else getattr(creator, "tools", ())
-    tools = tools if isinstance(tools, Sequence) else ()  # a property knows them of an instance
-    summary = (creator.__doc__ or "").strip().partition("\n")[0]
-    return EnvDescription(id=env_id, summary=summary, tools=tuple(tool.name for tool in tools))
 
 
 def _load_entry_points() -> None:
@@ -448,18 +426,6 @@ def add_kwargs(
         both_are_tables = isinstance(previous, Mapping) and isinstance(value, Mapping)
         merged[name] = {**previous, **value} if both_are_tables else value
     return merged
-
-
-def moved_only(old: str | Sequence[str], new: str | Sequence[str]) -> bool:
-    """Returns whether environments differ at most in where their classes are defined."""
-
-    def parts(env: str | Sequence[str]) -> Iterator[tuple[str, float, str]]:
-        for member in read_members(env):
-            file, _, name = member.spec.rpartition(":")
-            name = name if file.endswith(".py") else class_of(member.spec)
-            yield member.name, member.weight, f"class {name}" if name else member.spec
-
-    return list(parts(old)) == list(parts(new))
 
 
 def last_part(spec: str) -> str:

@@ -10,22 +10,15 @@ run that was killed, the error says how to save its model.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_env.errors import ModelError
-from gspo_env.files import regular_file
+from gspo_env.files import CHECKPOINT, MODEL, read_small, saved_step, step_folders
 
-MODEL = "model"
-"""The folder of a model in that of a run or a checkpoint."""
-SETTINGS = "gspo_env.json"
-"""The file in a model's folder with the settings of its training, and the step."""
 _STEPS = re.compile(r"^steps = (\d{1,15})$", re.MULTILINE)
-_CHECKPOINT = re.compile(r"step-(\d{1,15})")
-_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,30 +73,13 @@ def find_weights(name: str | Path, step: int | None = None, *, best: bool = Fals
     checkpoint = path / "checkpoints" / f"step-{step:06d}"
     if step != newest or not checkpoint.is_dir():
         raise ModelError(f"the run {name!r} has no weights of step {step}{_saved(saved)}")
-    planned = _STEPS.search(_read(path, "config.toml"))
+    planned = _STEPS.search(read_small(path, "config.toml"))
     resume = f"gspo-env train --resume {shlex.quote(name)}"
     raise ModelError(
         f"the run {name!r} is at step {step}{f' of {planned[1]}' if planned else ''}, of which it "
         f"has no model yet{_saved(saved)}; resume with: {resume}, or save the model of step {step} "
         f"with: {resume} --steps {step}"
     )
-
-
-def saved_step(folder: Path) -> int | None:
-    """Returns the step after which a run saved the model in a folder; None if it has none."""
-    if not (folder / "config.json").exists():
-        return None
-    try:
-        step = json.loads(_read(folder, SETTINGS))["step"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-    return step if type(step) is int and 0 <= step < 1 << 53 else None
-
-
-def step_folders(folder: Path) -> list[Path]:
-    """Lists the folders of the steps in their order, damaged ones as well."""
-    folders = [path for path in folder.glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
-    return sorted(folders, key=lambda path: int(path.name[5:]))
 
 
 def _outside_of_run(path: Path, name: str, step: int | None, best: bool) -> Weights:
@@ -114,7 +90,7 @@ def _outside_of_run(path: Path, name: str, step: int | None, best: bool) -> Weig
     if (path / MODEL / "config.json").exists() and not (path / "config.json").exists():
         folder = path / MODEL
         return Weights(name=name, folder=str(folder), step=saved_step(folder))
-    if (path / "state.json").exists() and (number := _CHECKPOINT.fullmatch(path.name)):
+    if (path / "state.json").exists() and (number := CHECKPOINT.fullmatch(path.name)):
         run = shlex.quote(str(path.parent.parent))
         raise ModelError(
             f"the checkpoint {name!r} has no model, which only the best one has; save it with: "
@@ -130,10 +106,3 @@ def _models(run: Path) -> list[Path]:
 
 def _saved(steps: dict[int, Path]) -> str:
     return f"; it has those of step {', '.join(map(str, sorted(steps)))}" if steps else ""
-
-
-def _read(folder: Path, name: str) -> str:
-    try:
-        return regular_file(folder, name, _MAX_BYTES, links=True).read_text("utf-8", "replace")
-    except OSError:
-        return ""

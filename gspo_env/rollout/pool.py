@@ -26,8 +26,7 @@ from gspo_env.rollout.failures import (
     lost,
 )
 from gspo_env.rollout.play import Policy, play, run_now
-from gspo_env.runtime.futures import run_in_daemon
-from gspo_env.runtime.loops import call_for, has_async
+from gspo_env.runtime.loops import call_for, has_async, run_in_daemon
 from gspo_env.runtime.threads import EnvThread, attempt
 from gspo_env.types import Episode, Fault, Group, StopReason, Task
 

@@ -24,8 +24,7 @@ import numpy as np
 from gspo_env.config import Config, to_dict
 from gspo_env.episodes.schema import PHASES, read_episodes
 from gspo_env.errors import OutputError
-from gspo_env.files import check_folder, parse_toml, read_file
-from gspo_env.model.weights import MODEL, saved_step
+from gspo_env.files import MODEL, check_folder, parse_toml, read_file, saved_step
 from gspo_env.redaction import redact_text
 from gspo_env.runs.evaluations import EvalSnapshot, return_fall, success_fall, wilson_interval
 from gspo_env.tracking.base import flatten

@@ -22,7 +22,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from gspo_env.errors import EnvironmentContractError
-from gspo_env.runtime.futures import run_in_daemon
 
 logger = logging.getLogger(__name__)
 
@@ -331,3 +330,23 @@ def _background_loop(name: str) -> asyncio.AbstractEventLoop:
             run_forever = _loops[key].run_forever
             threading.Thread(target=run_forever, name=f"loop-{name}", daemon=True).start()
         return _loops[key]
+
+
+def fulfil(future: Future[T], call: Callable[[], T]) -> None:
+    """Gives a future the result of a call, or what it raises; a cancelled one needs no call."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:  # for whoever waits
+        future.set_exception(error)
+        del future  # this frame, which the error keeps, would keep the error
+    else:
+        future.set_result(result)
+
+
+def run_in_daemon(call: Callable[[], T], name: str) -> Future[T]:
+    """Runs a call in a daemon thread, whose end the process does not wait for."""
+    future: Future[T] = Future()
+    threading.Thread(target=fulfil, args=(future, call), name=name, daemon=True).start()
+    return future

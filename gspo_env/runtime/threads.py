@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from gspo_env.errors import EnvironmentHangError, ForeignError
 from gspo_env.runtime import loops
-from gspo_env.runtime.futures import fulfil
+from gspo_env.runtime.loops import fulfil
 
 logger = logging.getLogger(__name__)
 

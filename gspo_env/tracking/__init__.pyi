@@ -2,6 +2,8 @@ from .base import Input as Input
 from .base import NoTracker as NoTracker
 from .base import Point as Point
 from .base import RunInfo as RunInfo
+from .base import Span as Span
+from .base import Trace as Trace
 from .base import Tracker as Tracker
 from .base import TrackerChoice as TrackerChoice
 from .console import Progress as Progress
@@ -11,7 +13,5 @@ from .multi import check_trackers as check_trackers
 from .multi import combine as combine
 from .multi import start as start
 from .tensorboard import TensorBoard as TensorBoard
-from .traces import Span as Span
-from .traces import Trace as Trace
 from .trackio import Trackio as Trackio
 from .wandb import WandB as WandB

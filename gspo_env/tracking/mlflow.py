@@ -21,14 +21,13 @@ from urllib.parse import unquote, urlsplit
 from annotated_types import Ge
 
 from gspo_env.errors import ConfigError, OutputError
-from gspo_env.model.weights import MODEL
+from gspo_env.files import MODEL
 from gspo_env.redaction import TerminalFormatter, redact_text, visible
-from gspo_env.runtime.futures import run_in_daemon
+from gspo_env.runtime.loops import run_in_daemon
 from gspo_env.settings import settings
-from gspo_env.tracking.base import SUMMARY, Input, Point, RunInfo, Status, Tracker
+from gspo_env.tracking.base import SUMMARY, Input, Point, RunInfo, Status, Trace, Tracker
 from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.mlflow_traces import TraceWriter
-from gspo_env.tracking.traces import Trace
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gspo_env.tracking.traces import Span, Trace
+from gspo_env.tracking.base import Span, Trace
 
 if TYPE_CHECKING:
     from mlflow.entities import Span as StoredSpan

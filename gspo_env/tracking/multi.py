@@ -15,10 +15,9 @@ from typing import Any, Self
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import redact, redact_text
 from gspo_env.registry import find, name_of
-from gspo_env.tracking.base import Input, NoTracker, RunInfo, Status, TrackerChoice, flatten
+from gspo_env.tracking.base import Input, NoTracker, RunInfo, Status, Trace, TrackerChoice, flatten
 from gspo_env.tracking.jsonl import METRICS, RunFiles
 from gspo_env.tracking.sinks import Sink
-from gspo_env.tracking.traces import Trace
 
 _log = logging.getLogger(__name__)
 

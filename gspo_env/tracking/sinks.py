@@ -14,9 +14,8 @@ from itertools import islice
 from typing import Any
 
 from gspo_env.redaction import redact_text
-from gspo_env.tracking.base import Input, RunInfo, Tracker
+from gspo_env.tracking.base import Input, RunInfo, Tracker, read_trace
 from gspo_env.tracking.jsonl import Call, Received, RunFiles
-from gspo_env.tracking.traces import read_trace
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ import logging
 import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,8 +30,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gspo_env.config import CheckpointConfig
 from gspo_env.errors import OutputError
-from gspo_env.files import read_file, regular_file
-from gspo_env.model.weights import MODEL, step_folders
+from gspo_env.files import MODEL, step_folders
 from gspo_env.redaction import write_text
 from gspo_env.runs.run import FAILURE
 from gspo_env.training.interrupt import Interrupt
@@ -44,36 +42,13 @@ logger = logging.getLogger(__name__)
 
 START = "start"
 """The folder of the model before training."""
-_FORMAT = 2
+FORMAT = 2
 """Number of the contents that a checkpoint has; another one is of another version."""
-_MAX_MANIFEST, _MAX_STATE = 1 << 20, 1 << 28
-"""Bytes of `manifest.json` and of `state.json` that are read."""
 _SHARE = 0.02
 """Largest share of the time that checkpoints take, if `save_every` is 0."""
 
 LearnerState = Callable[[], tuple[Mapping[str, Any], Iterable[tuple[str, "Tensor"]]]]
 """Returns the numbers and the tensors of a learner; see `gspo_env.learner.Trainer.state`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoint:
-    """A checkpoint whose files are as they were written."""
-
-    folder: Path
-    numbers: Mapping[str, Any]
-    """What `state.json` holds."""
-
-    @property
-    def step(self) -> int:
-        """The last step that is part of it."""
-        return int(self.numbers["step"])
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors by name, one file after the other."""
-        from safetensors.torch import load_file
-
-        for file in sorted(self.folder.glob("state-*.safetensors")):
-            yield from load_file(file).items()
 
 
 class Checkpoints:
@@ -228,39 +203,9 @@ class Checkpoints:
         if self.settings.keep:
             self.attempt("the model of the start", lambda: self._write(START, fill))
 
-    def newest(self) -> Checkpoint:
-        """Returns the newest checkpoint whose files are undamaged; moves newer ones aside.
-
-        Raises:
-            OutputError: There is none.
-        """
-        problems: dict[Path, str] = {}
-        for folder in reversed(step_folders(self.folder)):
-            problem, numbers = damage(folder), None
-            if not problem:
-                with contextlib.suppress(ValueError, RecursionError):
-                    numbers = json.loads(read_file(folder, "state.json", _MAX_STATE))
-                if isinstance(numbers, dict) and isinstance(numbers.get("step"), int):
-                    self.last = numbers["step"]
-                    self._good = [folder.name]
-                    self._move_aside(problems)
-                    return Checkpoint(folder=folder, numbers=numbers)
-                problem = "state.json has no step"
-            problems[folder] = f"{folder.name}: {problem}"
-        if problems:
-            raise OutputError(
-                f"expected a checkpoint in {str(self.folder)!r}, found only damaged ones "
-                f"({'; '.join(problems.values())}); start a new run"
-            )
-        raise OutputError(without_checkpoint(self.run))
-
-    def _move_aside(self, problems: Mapping[Path, str]) -> None:
-        """Renames damaged folders, which no later step may count as checkpoints."""
-        for folder, problem in problems.items():
-            aside = folder.with_name(f"damaged-{folder.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
-            logger.warning("a checkpoint cannot be used and is now %s: %s", aside, problem)
+    def use(self, checkpoint: Path, step: int) -> None:
+        """Takes an undamaged checkpoint as the last one."""
+        self.last, self._good = step, [checkpoint.name]
 
     def _write(self, name: str, fill: Callable[[Path], None]) -> None:
         """Writes a folder of `checkpoints`, all or nothing."""
@@ -269,8 +214,8 @@ class Checkpoints:
         try:
             part.mkdir()
             fill(part)
-            files = {str(f.relative_to(part)): _checksum(f) for f in part.rglob("*") if f.is_file()}
-            manifest = {"format": _FORMAT, "files": files}
+            files = {str(f.relative_to(part)): checksum(f) for f in part.rglob("*") if f.is_file()}
+            manifest = {"format": FORMAT, "files": files}
             (part / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True))
             for path in (*part.rglob("*"), part):
                 _sync(path)
@@ -333,29 +278,8 @@ def without_checkpoint(run: Path) -> str:
     )
 
 
-def damage(folder: Path) -> str:
-    """Returns which file of a folder differs from its manifest and how; empty if none does."""
-    try:
-        manifest = json.loads(read_file(folder, "manifest.json", _MAX_MANIFEST))
-        number, files = manifest["format"], dict(manifest["files"])
-        if number != _FORMAT:
-            return f"another version of gspo-env wrote it (format {number}, not {_FORMAT})"
-        for name, (size, digest) in files.items():
-            path = regular_file(folder, name, sys.maxsize)
-            if (actual := path.stat().st_size) != size:  # a large file takes long to read
-                return f"{name} has {actual} bytes; expected {size}"
-            if _checksum(path)[1] != digest:
-                return f"{name} has other contents than when it was written (SHA-256 differs)"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).relative_to(folder)} is missing"
-    except OSError as error:
-        return f"{error.filename} cannot be read: it {error.strerror}"
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return "manifest.json is not a manifest"
-    return "" if "state.json" in files or folder.name == START else "manifest.json lacks files"
-
-
-def _checksum(path: Path) -> list[Any]:
+def checksum(path: Path) -> list[Any]:
+    """Returns the size and the digest of a file."""
     with path.open("rb") as file:
         return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 

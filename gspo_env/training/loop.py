@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError
 
@@ -28,12 +28,15 @@ from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.seeding import derive_seed
 from gspo_env.tracking.console import part
-from gspo_env.training.checkpoints import Checkpoint, CheckpointWriter
+from gspo_env.training.checkpoints import CheckpointWriter
 from gspo_env.training.curriculum import TaskSampler
 from gspo_env.training.facts import generator_states, set_generator_states
 from gspo_env.training.rollout_buffer import RolloutBuffer
 from gspo_env.training.split import Split
 from gspo_env.types import FloatArray, Group, Score, Task
+
+if TYPE_CHECKING:
+    from gspo_env.training.resume import Checkpoint
 
 _DAMAGE = (
     *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError),

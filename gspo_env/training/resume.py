@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import reprlib
+import shutil
+import sys
 import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo_env.config import Config, from_dict, to_toml
-from gspo_env.env.registration import moved_only
+from gspo_env.env.registration import class_of, read_members
 from gspo_env.errors import ConfigError, ModelError, OutputError
-from gspo_env.files import check_folder, parse_toml
-from gspo_env.model.weights import MODEL, saved_step
+from gspo_env.files import (
+    MODEL,
+    check_folder,
+    parse_toml,
+    read_file,
+    regular_file,
+    saved_step,
+    step_folders,
+)
 from gspo_env.saved import SavedSettings, check_model, parse, read_settings
 from gspo_env.tracking.base import flatten
-from gspo_env.training.checkpoints import START, Checkpoint, Checkpoints, damage
+from gspo_env.training.checkpoints import FORMAT, START, Checkpoints, checksum, without_checkpoint
 from gspo_env.training.facts import fingerprint
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_MAX_MANIFEST, _MAX_STATE = 1 << 20, 1 << 28
+"""Bytes of `manifest.json` and of `state.json` that are read."""
 _CHANGEABLE = (
     "steps",
     "checkpoints.",
@@ -36,6 +56,27 @@ _FACTS = {
     **{"recorded": dict, "score": dict, "left_out": int},
 }
 """What a checkpoint says of its run, with the types."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose files are as they were written."""
+
+    folder: Path
+    numbers: Mapping[str, Any]
+    """What `state.json` holds."""
+
+    @property
+    def step(self) -> int:
+        """The last step that is part of it."""
+        return int(self.numbers["step"])
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors by name, one file after the other."""
+        from safetensors.torch import load_file
+
+        for file in sorted(self.folder.glob("state-*.safetensors")):
+            yield from load_file(file).items()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +133,7 @@ def open_run(run: Path, config: Config | None) -> Resumed:
     checkpoints = Checkpoints(run, (config or Config()).checkpoints)
     with ExitStack() as unlock:  # another process may train the run if this raises
         unlock.enter_context(checkpoints)
-        checkpoint = checkpoints.newest()
+        checkpoint = newest_checkpoint(checkpoints)
         numbers = checkpoint.numbers
         for name, kind in _FACTS.items():
             if not isinstance(numbers.get(name), kind):
@@ -113,6 +154,63 @@ def open_run(run: Path, config: Config | None) -> Resumed:
         model=model,
         tokenizer=tokenizer,
     )
+
+
+def newest_checkpoint(checkpoints: Checkpoints) -> Checkpoint:
+    """Returns the newest checkpoint whose files are undamaged; moves newer ones aside.
+
+    Raises:
+        OutputError: There is none.
+    """
+    problems: dict[Path, str] = {}
+    for folder in reversed(step_folders(checkpoints.folder)):
+        problem, numbers = damage(folder), None
+        if not problem:
+            with contextlib.suppress(ValueError, RecursionError):
+                numbers = json.loads(read_file(folder, "state.json", _MAX_STATE))
+            if isinstance(numbers, dict) and isinstance(numbers.get("step"), int):
+                checkpoints.use(folder, numbers["step"])
+                _move_aside(problems)
+                return Checkpoint(folder=folder, numbers=numbers)
+            problem = "state.json has no step"
+        problems[folder] = f"{folder.name}: {problem}"
+    if problems:
+        raise OutputError(
+            f"expected a checkpoint in {str(checkpoints.folder)!r}, found only damaged ones "
+            f"({'; '.join(problems.values())}); start a new run"
+        )
+    raise OutputError(without_checkpoint(checkpoints.run))
+
+
+def _move_aside(problems: Mapping[Path, str]) -> None:
+    """Renames damaged folders, which no later step may count as checkpoints."""
+    for folder, problem in problems.items():
+        aside = folder.with_name(f"damaged-{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        logger.warning("a checkpoint cannot be used and is now %s: %s", aside, problem)
+
+
+def damage(folder: Path) -> str:
+    """Returns which file of a folder differs from its manifest and how; empty if none does."""
+    try:
+        manifest = json.loads(read_file(folder, "manifest.json", _MAX_MANIFEST))
+        number, files = manifest["format"], dict(manifest["files"])
+        if number != FORMAT:
+            return f"another version of gspo-env wrote it (format {number}, not {FORMAT})"
+        for name, (size, digest) in files.items():
+            path = regular_file(folder, name, sys.maxsize)
+            if (actual := path.stat().st_size) != size:  # a large file takes long to read
+                return f"{name} has {actual} bytes; expected {size}"
+            if checksum(path)[1] != digest:
+                return f"{name} has other contents than when it was written (SHA-256 differs)"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).relative_to(folder)} is missing"
+    except OSError as error:
+        return f"{error.filename} cannot be read: it {error.strerror}"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "manifest.json is not a manifest"
+    return "" if "state.json" in files or folder.name == START else "manifest.json lacks files"
 
 
 def saved_settings(run: str | Path) -> SavedSettings:
@@ -148,7 +246,7 @@ def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> 
         raise OutputError(f"the settings in a checkpoint of {str(run)!r} are damaged") from error
     requested = {} if config is None else flatten(tomllib.loads(to_toml(config)))
     same = {name: value for name, value in saved.untrusted.items() if requested.get(name) == value}
-    moved = config is not None and moved_only(saved.env, config.env)
+    moved = config is not None and _moved_only(saved.env, config.env)
     saved.settings(same, env=config.env if config is not None and moved else "")
     before = from_dict(parse_toml(text))
     if config is None:
@@ -185,3 +283,15 @@ def _load_start(folder: Path, dtype: str) -> tuple[Any, Any]:
         # memory of a mapped file is aligned in another way, and kernels may round in another order
         weight.data = weight.data.clone()
     return model, tokenizer
+
+
+def _moved_only(old: str | Sequence[str], new: str | Sequence[str]) -> bool:
+    """Returns whether environments differ at most in where their classes are defined."""
+
+    def parts(env: str | Sequence[str]) -> Iterator[tuple[str, float, str]]:
+        for member in read_members(env):
+            file, _, name = member.spec.rpartition(":")
+            name = name if file.endswith(".py") else class_of(member.spec)
+            yield member.name, member.weight, f"class {name}" if name else member.spec
+
+    return list(parts(old)) == list(parts(new))

@@ -20,7 +20,7 @@ from gspo_env.credit.scores import Scores
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector, RolloutRequest
 from gspo_env.rollout.metrics import RolloutStats
-from gspo_env.runtime.futures import run_in_daemon
+from gspo_env.runtime.loops import run_in_daemon
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.training.curriculum import TaskSampler
 from gspo_env.types import Episode, Group, Task

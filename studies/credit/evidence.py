@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge, Gt
 
-from gspo_env.credit.estimators import GiGPO
+from gspo_env.credit import GiGPO
 from gspo_env.credit.statistics import MIN_SCALE
 from gspo_env.settings import settings
 from gspo_env.types import FloatArray, Turn

@@ -18,7 +18,7 @@ import numpy as np
 from gspo_env.credit import Outcome, ReturnsToGo
 from gspo_env.credit.estimators import Estimator, GroupEstimator
 from gspo_env.credit.scores import turn_rewards
-from gspo_env.credit.statistics import z_by_turn
+from gspo_env.credit.turn_estimators import z_by_turn
 from gspo_env.settings import settings
 from gspo_env.types import Episode, FloatArray, Score
 

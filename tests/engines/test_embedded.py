@@ -13,7 +13,7 @@ from support.logprobs import difference
 
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.embedded import engine as transformers
-from gspo_env.engines.embedded import kv_attention, prefix_attention
+from gspo_env.engines.embedded import kv_attention
 from gspo_env.engines.embedded.engine import TransformersEngine, sample
 from gspo_env.errors import EngineError
 
@@ -95,7 +95,7 @@ def distinct(log):
     [
         (kv_attention, "MOST_SCORES", 1 << 22),
         (kv_attention, "MOST_SCORES", 0),
-        (prefix_attention, "_LEAST_BYTES", 0),
+        (kv_attention, "_LEAST_BYTES", 0),
     ],
     ids=["products", "fused kernel", "common keys"],
 )

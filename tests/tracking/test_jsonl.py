@@ -19,8 +19,8 @@ from support.pretend_http import serve
 
 from gspo_env.errors import OutputError
 from gspo_env.tracking import MLflow, MultiTracker, NoTracker, RunInfo, Tracker, start
+from gspo_env.tracking.base import Span, Trace
 from gspo_env.tracking.jsonl import Received
-from gspo_env.tracking.traces import Span, Trace
 
 
 @dataclass

@@ -13,7 +13,7 @@ from support.turns import episode, turn
 
 from gspo_agents.traces import traces
 from gspo_env.errors import ConfigError
-from gspo_env.model.weights import MODEL
+from gspo_env.files import MODEL
 from gspo_env.tracking.base import SUMMARY, Input, RunInfo
 from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.mlflow import MLflow

@@ -21,7 +21,7 @@ from gspo_env.credit.estimate import CreditConfig
 from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.facts import seed_generators
-from gspo_env.training.resume import changed_config
+from gspo_env.training.resume import changed_config, newest_checkpoint
 from gspo_env.trust import record
 
 WAYS = {
@@ -239,7 +239,7 @@ def test_a_checkpoint_of_another_version_is_refused_in_one_sentence(done):
 def test_a_run_whose_environment_decided_the_score_resumes_with_the_settings_it_began_with(done):
     """Ranks that start again have the command line of the start, in which the score is `auto`."""
     cut(done, 3, Path("run"))
-    saved = Checkpoints(Path("run"), CheckpointConfig()).newest()
+    saved = newest_checkpoint(Checkpoints(Path("run"), CheckpointConfig()))
     began = dataclasses.replace(load_toml("run/config.toml"), credit=CreditConfig(score="auto"))
     decided = dataclasses.replace(began, credit=CreditConfig(score="turns"))
     numbers = {**saved.numbers, "config": to_toml(decided)}
@@ -288,7 +288,7 @@ def test_only_undamaged_checkpoints_count_as_those_to_keep():
     for step in (3, 4):
         truncated(Path(f"checkpoints/step-{step:06d}/state-00001.safetensors"))
     with Checkpoints(Path(), CheckpointConfig(save_every=1, keep=2)) as store:
-        assert store.newest().step == 2
+        assert newest_checkpoint(store).step == 2
         for step in (3, 4, 5):
             store.save({"step": step, "best": {}}, tensors)
             good = [n for n in range(6) if Path(f"checkpoints/step-{n:06d}").is_dir()]

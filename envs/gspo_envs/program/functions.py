@@ -16,8 +16,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from gspo_env.errors import ForeignError
-from gspo_env.runtime.futures import run_in_daemon
-from gspo_env.runtime.loops import wait_for
+from gspo_env.runtime.loops import run_in_daemon, wait_for
 from gspo_env.runtime.threads import attempt, foreign
 from gspo_envs.program.runs import Inbox, ProgramEnd
 

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from gspo_env.batch.packing import upload
 from gspo_env.engines.embedded.direct import STATIC_ROPE
-from gspo_env.engines.embedded.kv_attention import attend_rows
+from gspo_env.engines.embedded.kv_attention import attend_rows, causal_mask
 from gspo_env.engines.embedded.kv_cache import KVCache
-from gspo_env.engines.embedded.prefix_attention import causal_mask
 from gspo_env.model.load import first_line
 
 logger = logging.getLogger(__name__)

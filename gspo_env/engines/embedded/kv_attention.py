@@ -13,21 +13,50 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.engines.embedded.prefix_attention import (
-    MAX_SPAN_RATIO,
-    PrefixRows,
-    causal_mask,
-    places_to_read,
-)
 from gspo_env.model.attention import (
+    KEYS,
     LONG,
     MOST_SCORES,
     attend_by_products,
     is_half,
     padded_length,
     sdpa,
+    value_places,
 )
 from gspo_env.types import IntArray
+
+MAX_SPAN_RATIO = 2
+"""Attend over a contiguous range of slots if it has at most this many slots per row."""
+_LEAST_BYTES = 1 << 20
+"""Bytes of a layer's keys that must be saved: fewer take no longer than the added operations."""
+
+
+def common_prefix(
+    families: Sequence[tuple[int, int] | None], bytes_per_token: int
+) -> tuple[int, list[IntArray]]:
+    """Chooses which decoding rows read a common beginning once.
+
+    All groups share a prefix of one length, that which saves most, in whole multiples of `KEYS`.
+
+    Args:
+        families: (B,) of each row, the family that it begins like and for how many tokens.
+        bytes_per_token: Those of a layer's keys.
+
+    Returns:
+        The length and the rows of each group; 0 and no group if it does not pay.
+    """
+    rows: dict[tuple[int, int], list[int]] = {}
+    for n, family in enumerate(families):
+        if family is not None:
+            rows.setdefault(family, []).append(n)
+    sizes = {key[1]: 0 for key in rows}
+    for length in sizes:
+        sizes[length] = length * sum(len(r) - 1 for k, r in rows.items() if k[1] >= length)
+    length = max(sizes, key=sizes.__getitem__, default=0)
+    groups = [np.array(r) for k, r in rows.items() if k[1] >= length and len(r) > 1]
+    if not groups or length < KEYS or sizes[length] * bytes_per_token < _LEAST_BYTES:
+        return 0, []
+    return length // KEYS * KEYS, groups
 
 
 class Queries:
@@ -59,6 +88,8 @@ class Queries:
             self._groups.append(rows(slot_B, start_B, first_B, single))
             others[:] = False
         elif alike:
+            from gspo_env.engines.embedded.prefix_attention import PrefixRows
+
             self._groups.append(PrefixRows(slot_B, start_B, first_B, alike, length))
         # Decoding rows and prompts form two groups, so that a long prompt pads no decoding row.
         self._groups += [
@@ -184,3 +215,32 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> 
         k = k if k.stride(-1) == 1 else k.contiguous()
         return sdpa(q, k, v, scale, mask.to(k.dtype), causal=False)
     return attend_by_products(q, k, v, scale, mask)[0]
+
+
+def places_to_read(values: Tensor, length: int, span: tuple[int, int] | None) -> int:
+    """Returns how many values of each row a step reads: all, where a part would be copied.
+
+    Args:
+        values: The values of all slots.
+        length: The number of keys that the step reads.
+        span: The range of slots that is read; None copies single slots.
+    """
+    if values.device.type != "cpu" or not is_half(values):
+        return length
+    return values.shape[2] if span else min(values.shape[2], value_places(length))
+
+
+def causal_mask(place_BQ: Tensor, length: int, window: int | None) -> Tensor:
+    """Returns what is added to scores, (B, 1, Q, length): a token sees places up to its own.
+
+    Args:
+        place_BQ: (B, Q) the tokens' places.
+        length: The number of keys.
+        window: The number of last tokens that a token sees.
+    """
+    place = place_BQ[:, None, :, None]
+    place_L = torch.arange(length, device=place.device)
+    visible = place_L <= place
+    if window is not None:
+        visible &= place_L > place - window
+    return torch.where(visible, 0.0, -torch.inf)

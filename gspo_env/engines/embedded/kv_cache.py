@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from gspo_env.batch.packing import upload
-from gspo_env.engines.embedded.kv_attention import Queries
-from gspo_env.engines.embedded.prefix_attention import common_prefix
+from gspo_env.engines.embedded.kv_attention import Queries, common_prefix
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import is_half, padded_length, value_places
 from gspo_env.types import IntArray

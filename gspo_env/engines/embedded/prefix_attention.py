@@ -12,41 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.model.attention import KEYS, is_half, padded_length, value_places, weighted_sum
+from gspo_env.engines.embedded.kv_attention import MAX_SPAN_RATIO, causal_mask, places_to_read
+from gspo_env.model.attention import padded_length, weighted_sum
 from gspo_env.types import IntArray
-
-MAX_SPAN_RATIO = 2
-"""Attend over a contiguous range of slots if it has at most this many slots per row."""
-_LEAST_BYTES = 1 << 20
-"""Bytes of a layer's keys that must be saved: fewer take no longer than the added operations."""
-
-
-def common_prefix(
-    families: Sequence[tuple[int, int] | None], bytes_per_token: int
-) -> tuple[int, list[IntArray]]:
-    """Chooses which decoding rows read a common beginning once.
-
-    All groups share a prefix of one length, that which saves most, in whole multiples of `KEYS`.
-
-    Args:
-        families: (B,) of each row, the family that it begins like and for how many tokens.
-        bytes_per_token: Those of a layer's keys.
-
-    Returns:
-        The length and the rows of each group; 0 and no group if it does not pay.
-    """
-    rows: dict[tuple[int, int], list[int]] = {}
-    for n, family in enumerate(families):
-        if family is not None:
-            rows.setdefault(family, []).append(n)
-    sizes = {key[1]: 0 for key in rows}
-    for length in sizes:
-        sizes[length] = length * sum(len(r) - 1 for k, r in rows.items() if k[1] >= length)
-    length = max(sizes, key=sizes.__getitem__, default=0)
-    groups = [np.array(r) for k, r in rows.items() if k[1] >= length and len(r) > 1]
-    if not groups or length < KEYS or sizes[length] * bytes_per_token < _LEAST_BYTES:
-        return 0, []
-    return length // KEYS * KEYS, groups
 
 
 class PrefixRows:
@@ -127,32 +95,3 @@ class PrefixRows:
         if self._span is None:
             return part.index_select(0, self._slots).flatten(0, 1)
         return part[self._span[0] : self._span[1]].flatten(0, 1)
-
-
-def places_to_read(values: Tensor, length: int, span: tuple[int, int] | None) -> int:
-    """Returns how many values of each row a step reads: all, where a part would be copied.
-
-    Args:
-        values: The values of all slots.
-        length: The number of keys that the step reads.
-        span: The range of slots that is read; None copies single slots.
-    """
-    if values.device.type != "cpu" or not is_half(values):
-        return length
-    return values.shape[2] if span else min(values.shape[2], value_places(length))
-
-
-def causal_mask(place_BQ: Tensor, length: int, window: int | None) -> Tensor:
-    """Returns what is added to scores, (B, 1, Q, length): a token sees places up to its own.
-
-    Args:
-        place_BQ: (B, Q) the tokens' places.
-        length: The number of keys.
-        window: The number of last tokens that a token sees.
-    """
-    place = place_BQ[:, None, :, None]
-    place_L = torch.arange(length, device=place.device)
-    visible = place_L <= place
-    if window is not None:
-        visible &= place_L > place - window
-    return torch.where(visible, 0.0, -torch.inf)
