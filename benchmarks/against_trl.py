@@ -82,7 +82,7 @@ from common import (
 
 from gspo_env.batch.sample import Sample
 from gspo_env.learner import GSPO, Learner, LearnerConfig
-from gspo_env.model.load import add_adapter
+from gspo_env.model.adapters import add_adapter
 from gspo_env.types import Task
 
 AT_ONCE = 8
@@ -376,7 +376,7 @@ def ours(training: Training, start: Path, out: Path, advantage: str, seed: int, 
 
 def evaluate(training: Training, start: Path, out: Path) -> None:
     """Replaces the success of each step by that of its adapter in held-out tasks."""
-    from gspo_env.model.load import load_adapter
+    from gspo_env.model.adapters import load_adapter
 
     agent = start_agent(training, start, 0, eval_tasks=64)
     lines = [json.loads(line) for line in out.read_text().splitlines()]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import gcd
+from typing import Any
 
 import numpy as np
 
@@ -52,3 +54,42 @@ def global_generators_kept() -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
+
+
+def generator_states() -> dict[str, Any]:
+    """Returns the states of the global generators, which environments may use, as JSON."""
+    import torch
+
+    kind, keys, *rest = np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": [state.tolist() for state in cuda],
+        "threads": torch.get_num_threads(),  # sums round in another order with another number
+    }
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds the global generators, which environments and models may use."""
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Sets the global generators to the result of `generator_states`."""
+    import torch
+
+    if "threads" in states and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, min(states["threads"], os.cpu_count() or 1)))
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    for device, state in enumerate(states["cuda"]):
+        torch.cuda.set_rng_state(torch.tensor(state, dtype=torch.uint8), device)

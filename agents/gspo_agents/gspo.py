@@ -39,23 +39,19 @@ from gspo_env.health.findings import Finding
 from gspo_env.health.startup import check_changed_files, check_start
 from gspo_env.model.head import usable_ids
 from gspo_env.model.load import (
-    add_adapter,
     has_adapter,
-    load_adapter,
     load_model,
     make_output,
     match_tokenizer,
-    save_adapter,
     save_model,
 )
 from gspo_env.model.threads import is_small, use_threads
 from gspo_env.redaction import write_text
 from gspo_env.rollout.collector import Collector
-from gspo_env.seeding import derive_seed
+from gspo_env.seeding import derive_seed, seed_generators
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker, start
-from gspo_env.training.checkpoints import Checkpoints, CheckpointWriter
-from gspo_env.training.facts import run_facts, seed_generators
+from gspo_env.training.checkpoints import Checkpoints, CheckpointWriter, run_facts
 from gspo_env.training.interrupt import stop_on_signals
 from gspo_env.training.loop import History, Loop, evaluate
 from gspo_env.training.split import Split
@@ -248,6 +244,8 @@ class GSPOAgent:
             return
         self.close()  # an engine that `play` started holds the model without the adapter
         alpha, targets = settings.lora_alpha, settings.lora_targets
+        from gspo_env.model.adapters import add_adapter
+
         self.model = add_adapter(
             self.model, settings.lora_rank, self.config.seed, alpha=alpha, targets=targets
         )
@@ -412,6 +410,8 @@ class GSPOAgent:
     def _write_run(self, folder: Path, step: int) -> None:
         self._write(folder / MODEL, step)
         if hasattr(self.model, "disable_adapter"):
+            from gspo_env.model.adapters import save_adapter
+
             save_adapter(self.model, folder / "adapter")
 
     @classmethod
@@ -459,6 +459,8 @@ class GSPOAgent:
         """Imitates, and writes what the training starts from, for `from_start`."""
         self.warm_up(progress)
         if hasattr(self.model, "disable_adapter"):
+            from gspo_env.model.adapters import save_adapter
+
             save_adapter(self.model, path)
         else:
             self.save(path)
@@ -471,6 +473,8 @@ class GSPOAgent:
         model, tokenizer = load_model(name, dtype)
         agent = cls(model, config=config, tokenizer=tokenizer)
         if is_adapter:
+            from gspo_env.model.adapters import load_adapter
+
             agent._add_adapter()
             load_adapter(agent.model, path)
         return agent

@@ -18,7 +18,6 @@ from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.settings import Trainer, make_optimizer
 from gspo_env.model.check import RunMode, check_model
-from gspo_env.model.load import adapted_layers
 from gspo_env.recipes import build as embedded
 from gspo_env.registry import BUILTIN, load_function, name_of
 from gspo_env.rollout.collector import Collector
@@ -149,6 +148,8 @@ def check_learning(model: Any, config: Config, chat: ChatTokenizer) -> None:
         start_engine(model, config, ahead=True).close()
     settings = config.learner
     if settings.lora_rank and not hasattr(model, "disable_adapter"):
+        from gspo_env.model.adapters import adapted_layers
+
         adapted_layers(model, settings.lora_targets)
     if ":" in settings.optimizer and settings.lora_rank:  # it trains weights that are made later
         load_function(settings.optimizer, "optimizer")

@@ -66,7 +66,7 @@ class Evaluate:
             )
         model = self.model or self.folder
         from gspo_env.cli.options import one_or_several
-        from gspo_env.health.evaluation import check_first_evaluation
+        from gspo_env.health.startup import check_first_evaluation
         from gspo_env.model.weights import find_weights
         from gspo_env.tracking.console import Progress
 

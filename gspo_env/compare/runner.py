@@ -29,7 +29,7 @@ from gspo_env.config import Config, to_dict, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, GspoEnvError, OutputError
 from gspo_env.files import MODEL, check_folder, read_file
-from gspo_env.health.evaluation import check_comparison
+from gspo_env.health.startup import check_comparison
 from gspo_env.redaction import redact, redact_text, visible, write_text
 from gspo_env.runs.run import FAILURE, Run, read_text
 from gspo_env.runtime.processes import usable_cores

@@ -21,11 +21,10 @@ from torch.distributed.tensor import DTensor, Shard
 from gspo_env.distributed.ranks import Ranks
 from gspo_env.errors import ModelError, TrainingError
 from gspo_env.learner.settings import LearnerConfig
-from gspo_env.model.adapters import plain_model
+from gspo_env.model.adapters import add_adapter
 from gspo_env.model.attention import RAGGED, use_ragged_attention
 from gspo_env.model.check import ModelCheck, RunMode, check_model, note_check
-from gspo_env.model.head import BODY, body_of
-from gspo_env.model.load import add_adapter
+from gspo_env.model.head import BODY, body_of, plain_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

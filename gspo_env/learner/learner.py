@@ -37,8 +37,8 @@ from gspo_env.learner.minibatch import (
 from gspo_env.learner.parallel import AT_ONCE, ParallelRows
 from gspo_env.learner.settings import LearnerConfig, make_optimizer, rate_factor, undecayed
 from gspo_env.learner.stats import PassStats, TokenValues, UpdateStats, to_cpu
-from gspo_env.model.adapters import adapter_is_zero, is_adapted
 from gspo_env.model.check import RunMode, check_model
+from gspo_env.model.load import adapter_is_zero, is_adapted
 from gspo_env.model.scorer import Scorer
 from gspo_env.model.threads import tokens_of_pass
 

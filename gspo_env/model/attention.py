@@ -239,7 +239,7 @@ class PackedAttention:
     has_kernel = staticmethod(has_kernel)
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self._lengths, self._device = tuple(lengths), device
+        self._lengths, self.device = tuple(lengths), device
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
@@ -260,7 +260,7 @@ class PackedAttention:
     def _spans(self) -> varlen.Spans:
         from gspo_env.model import flash as varlen
 
-        (spans,), _ = varlen.make_spans([(self._lengths, self._lengths)], [], self._device)
+        (spans,), _ = varlen.make_spans([(self._lengths, self._lengths)], [], self.device)
         return spans
 
     @cached_property
@@ -276,7 +276,7 @@ class PackedAttention:
             indices.append(index := np.where(inside, starts[bucket][:, None] + column, 0))
             restore[index[inside]] = np.flatnonzero(inside) + offset
             offset += index.size
-        *moved, moved_restore = upload([*indices, restore], self._device)
+        *moved, moved_restore = upload([*indices, restore], self.device)
         return moved, moved_restore
 
     @property

@@ -24,9 +24,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from gspo_env.batch.packing import pack
 from gspo_env.batch.sample import Sample
 from gspo_env.errors import ModelError
-from gspo_env.model.adapters import plain_model
 from gspo_env.model.attention import RAGGED, PackedAttention, use_ragged_attention
-from gspo_env.model.head import usable_ids
+from gspo_env.model.head import plain_model, usable_ids
 from gspo_env.model.scorer import Scorer
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_env.model.adapters import plain_model
-from gspo_env.model.head import usable_ids
+from gspo_env.model.adapters import Weights, effective_weights, tensor_of
+from gspo_env.model.head import plain_model, usable_ids
 from gspo_env.model.load import replaced_folder, shards
-from gspo_env.model.merged import Weights, effective_weights, tensor_of
 
 _LAYER = re.compile(r".*?\.\d+\.")
 

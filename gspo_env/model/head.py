@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gspo_env.model.adapters import plain_model
 from gspo_env.model.attention import PackedAttention
 
 _CHUNK = {"cpu": 2**24, "cuda": 2**27}
@@ -231,3 +230,8 @@ class _LargeStates(TorchFunctionMode):
         logits = func(large.view_as(states), *rest, **(kwargs or {}))
         self.seen.append((states, logits))
         return logits
+
+
+def plain_model(model: Any) -> Any:
+    """Returns the `transformers` model inside a PEFT model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -7,19 +7,16 @@ import itertools
 import logging
 import os
 import tempfile
-import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gspo_env.errors import ModelError, OutputError
-from gspo_env.model.adapters import plain_model
-from gspo_env.model.head import is_linear
+from gspo_env.model.head import plain_model
 from gspo_env.redaction import visible
 
 logger = logging.getLogger(__name__)
@@ -92,7 +89,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """
     weights = None
     if hasattr(model, "merge_and_unload"):
-        from gspo_env.model.merged import effective_weights, tensor_of
+        from gspo_env.model.adapters import effective_weights, tensor_of
 
         weights = {name: tensor_of(weight) for name, weight in effective_weights(model).items()}
         model = plain_model(model)
@@ -101,25 +98,20 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(part)
 
 
-def save_adapter(model: Any, folder: Path) -> None:
-    """Writes the adapter of a model in PEFT's form, all or nothing; it needs its base to load."""
-    with replaced_folder(folder) as part, warnings.catch_warnings():
-        # a base without a folder, such as a GGUF file, has no config to compare with
-        warnings.filterwarnings("ignore", "Could not find a config file", UserWarning)
-        model.save_pretrained(part)
-
-
-def load_adapter(model: Any, folder: Path) -> None:
-    """Gives the adapter of a model the weights that `save_adapter` wrote."""
-    from peft import set_peft_model_state_dict
-    from safetensors.torch import load_file
-
-    set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
-
-
 def has_adapter(folder: Path) -> bool:
     """Returns whether a folder has an adapter in PEFT's form."""
     return (folder / "adapter_config.json").exists()
+
+
+def is_adapted(model: Any) -> bool:
+    """Returns whether PEFT has wrapped the model."""
+    return hasattr(model, "disable_adapter")
+
+
+def adapter_is_zero(model: Any) -> bool:
+    """Returns whether a model equals its base: no adapter, or one that adds nothing yet."""
+    up = [p for name, p in model.named_parameters() if "lora_B" in name]
+    return not is_adapted(model) or (bool(up) and not any(bool(p.any()) for p in up))
 
 
 def load_model(
@@ -228,75 +220,3 @@ def first_line(error: Exception) -> str:
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     line = f"{type(error).__name__}: {line}" if isinstance(error, LookupError) else line
     return visible(line[:500])
-
-
-def add_adapter(
-    model: Any, rank: int, seed: int = 0, *, alpha: float = 0.0, targets: str = "all-linear"
-) -> Any:
-    """Adds a LoRA adapter to linear layers, but to no router; only the adapter trains.
-
-    It has no dropout: the policy that trains is the one that was sampled.
-
-    Args:
-        model: A `transformers` causal LM.
-        rank: Rank of the adapter.
-        seed: Seed of the adapter's initial weights.
-        alpha: The adapter's output is multiplied by `alpha / rank`; 0 is twice the rank.
-        targets: Names of layers, separated by commas; `all-linear` is all but the output head.
-
-    Raises:
-        ModelError: PEFT has no adapter for a layer of the model, no layer has one of the names, or
-            layers share their weights.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    kind = type(model).__name__
-    adapted, routers = adapted_layers(model, targets)
-    adapter = LoraConfig(
-        r=rank,
-        lora_alpha=alpha or 2 * rank,  # type: ignore[arg-type]  # PEFT divides it
-        target_modules=adapted,
-        exclude_modules=routers or None,
-    )
-    with torch.random.fork_rng(devices=[]):  # PEFT draws on the CPU, whatever the model's device
-        torch.default_generator.manual_seed(seed)
-        try:
-            return get_peft_model(model, adapter)
-        except ValueError as error:
-            raise ModelError(
-                f"{kind} cannot have an adapter: PEFT knows none of its layers, or not all; "
-                "expected lora_rank 0"
-            ) from error
-
-
-def adapted_layers(model: Any, targets: str) -> tuple[str | list[str], list[str]]:
-    """Returns the layers that get an adapter, as PEFT takes them, and the routers, which do not.
-
-    Raises:
-        ModelError: No layer has one of the names, or layers share their weights.
-    """
-    kind, head = type(model).__name__, model.get_output_embeddings()
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    for name, module in linear.items():
-        if uses[id(module.weight)] > 1 and module is not head:
-            raise ModelError(
-                f"{kind} cannot have an adapter: several layers use the weights of {name}, so it "
-                "could not be merged; expected lora_rank 0"
-            )
-    routers = [name for name, module in linear.items() if not is_linear(module)]
-    if targets == "all-linear":
-        return targets, routers
-    tied = head is not None and uses[id(head.weight)] > 1
-    names = {
-        name.rpartition(".")[2]
-        for name, module in linear.items()
-        if name not in routers and not (tied and module is head)
-    }
-    adapted = [name.strip() for name in targets.split(",")]
-    if missing := sorted(set(adapted) - names):
-        raise ModelError(
-            f"lora_targets has {', '.join(missing)}; expected names of layers of {kind} that can "
-            f"have an adapter: {', '.join(sorted(names))}"
-        )
-    return adapted, routers

@@ -15,17 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from gspo_env.batch.packing import upload
 from gspo_env.batch.prefix import Run
 from gspo_env.model.attention import (
-    WASTE,
     PackedAttention,
-    attend_by_products,
-    buckets,
     is_half,
-    padded_length,
     widened,
 )
 
@@ -43,6 +37,8 @@ class TreeAttention(PackedAttention):
         super().__init__([run.length for run in runs], device)
         self.runs = runs
         self.masks: dict[tuple[int | None, bool], list[Tensor]] = {}
+        self.places: tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor] | None = None
+        """See `gspo_env.model.masked_attention.path_buckets`."""
         self._longest = max(run.depth + run.length for run in runs)
         self._seen: dict[int, tuple[varlen.Spans, Tensor]] = {}
         self.forks = [
@@ -83,7 +79,7 @@ class TreeAttention(PackedAttention):
         for level in levels:
             indices.append(np.concatenate([np.arange(f.stop, f.end) for f in level]))
             indices.append(np.concatenate([np.arange(f.start, f.stop) for f in level]))
-        spans, moved = varlen.make_spans(pairs, indices, self._device)
+        spans, moved = varlen.make_spans(pairs, indices, self.device)
         return [
             varlen.Fork(spans=each, queries=queries, keys=keys)
             for each, queries, keys in zip(spans, moved[::2], moved[1::2], strict=True)
@@ -97,62 +93,9 @@ class TreeAttention(PackedAttention):
             paths = zip(self.runs, token_paths(self.runs), strict=True)
             seen = [path[max(0, run.depth - window + 1) :] for run, path in paths]
             lengths = [run.length for run in self.runs], [len(path) for path in seen]
-            (spans,), (index,) = varlen.make_spans([lengths], [np.concatenate(seen)], self._device)
+            (spans,), (index,) = varlen.make_spans([lengths], [np.concatenate(seen)], self.device)
             self._seen[window] = spans, index
         return self._seen[window]
-
-    def by_products(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Attends as an engine does that has a cache; returns the logarithms of normalisers too."""
-        parts = []
-        path_buckets, restore = self.path_buckets
-        for index, path, position in path_buckets:
-            path = pad(path, (0, padded_length(path.shape[1]) - path.shape[1]))
-            q, k, v = (t.transpose(1, 2) for t in (query[index], widened(key[path]), value[path]))
-            visible = torch.arange(path.shape[1]) <= position[:, None, :, None]
-            mask = torch.where(visible, 0.0, -torch.inf)
-            out, norm = attend_by_products(q, k, v, scale, mask, normaliser=True)
-            assert norm is not None  # it was asked for
-            parts.append((out, norm[..., None]))
-        out, norm = (
-            torch.cat([t.transpose(1, 2).flatten(0, 1) for t in column]).index_select(0, restore)
-            for column in zip(*parts, strict=True)
-        )
-        return out, norm
-
-    @cached_property
-    def path_buckets(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
-        """Sorts runs into buckets of similar size; returns indices into the row.
-
-        Each bucket has the row positions of its runs and of their paths, and positions in the
-        sequence. The last index restores the row from all buckets. Padding goes at the end, where
-        the causal mask hides it.
-        """
-        # a GPU pads faster than a host launches the kernels of more buckets
-        waste = 2.0 if torch.device(self._device).type == "cuda" else WASTE
-        runs = self.runs
-        paths = token_paths(runs)
-        sizes = np.array([len(path) for path in paths])
-        indices, offset = [], 0
-        restore = np.empty(sum(run.length for run in runs), dtype=np.int64)
-        for bucket in buckets(sizes, waste):
-            widths = np.array([runs[n].length for n in bucket])
-            for part in buckets(widths, waste):
-                members, width = bucket[part], widths[part].max()
-                index = np.zeros((len(members), width), dtype=np.int64)
-                path = np.zeros((len(members), sizes[members].max()), dtype=np.int64)
-                for row, n in enumerate(members):
-                    run = runs[n]
-                    path[row, : sizes[n]] = paths[n]
-                    index[row, : run.length] = paths[n][run.depth :]
-                    restore[run.start : run.stop] = offset + row * width + np.arange(run.length)
-                position = np.array([[runs[n].depth] for n in members]) + np.arange(width)
-                # padding sees what the last token of its run sees, so that every query sees a key
-                indices += [index, path, np.minimum(position, sizes[members][:, None] - 1)]
-                offset += index.size
-        *moved, moved_restore = upload([*indices, restore], self._device)
-        return list(zip(moved[::3], moved[1::3], moved[2::3], strict=True)), moved_restore
 
 
 def _ancestors(runs: Sequence[Run]) -> Iterator[tuple[int, ...]]:
@@ -195,7 +138,9 @@ class _Tree(torch.autograd.Function):
     ) -> Tensor:
         ctx.scale, ctx.tree = scale, tree
         if is_half(value):
-            out, norm = tree.by_products(query, key, value, scale)
+            from gspo_env.model.masked_attention import by_products
+
+            out, norm = by_products(tree, query, key, value, scale)
             ctx.save_for_backward(query, key, value, out, norm)
             return out
         groups = query.shape[1] // key.shape[1]

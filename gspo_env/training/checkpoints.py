@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from gspo_env.config import CheckpointConfig
+from gspo_env.config import CheckpointConfig, Config, to_toml
 from gspo_env.errors import OutputError
 from gspo_env.files import MODEL, step_folders
 from gspo_env.redaction import write_text
@@ -249,7 +249,7 @@ class CheckpointWriter:
     interrupt: Interrupt
     """Whether the loop should stop."""
     facts: Mapping[str, Any]
-    """See `gspo_env.training.facts.run_facts`."""
+    """See `run_facts`."""
     recorded: Callable[[], Mapping[str, int]]
     """Returns the bytes of what the run has recorded; see `RunInfo.resume`."""
     write_model: Callable[[Path, int], None]
@@ -267,6 +267,34 @@ class CheckpointWriter:
         learner_numbers, tensors = learner()
         state = {**self.facts, **more, **numbers, "learner": learner_numbers}
         return self.checkpoints.save(state, tensors, self.write_model if best else None)
+
+
+def run_facts(config: Config, model: Any, source: str) -> dict[str, Any]:
+    """Returns what does not change in a run, and what a process that resumes it needs.
+
+    Args:
+        config: The settings.
+        model: The model before training, without the adapter that training adds.
+        source: The folder or the hub id of the model; empty if it was given or made.
+    """
+    return {
+        "config": to_toml(config),
+        "model": source,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "fingerprint": fingerprint(model),
+    }
+
+
+def fingerprint(model: Any) -> str:
+    """Returns a checksum of the names, dtypes and values of a model's weights."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        values = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(values.numpy().data)
+    return digest.hexdigest()
 
 
 def without_checkpoint(run: Path) -> str:

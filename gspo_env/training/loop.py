@@ -26,11 +26,10 @@ from gspo_env.learner.stats import TokenValues
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
-from gspo_env.seeding import derive_seed
+from gspo_env.seeding import derive_seed, generator_states, set_generator_states
 from gspo_env.tracking.console import part
 from gspo_env.training.checkpoints import CheckpointWriter
 from gspo_env.training.curriculum import TaskSampler
-from gspo_env.training.facts import generator_states, set_generator_states
 from gspo_env.training.rollout_buffer import RolloutBuffer
 from gspo_env.training.split import Split
 from gspo_env.types import FloatArray, Group, Score, Task

@@ -29,8 +29,14 @@ from gspo_env.files import (
 )
 from gspo_env.saved import SavedSettings, check_model, parse, read_settings
 from gspo_env.tracking.base import flatten
-from gspo_env.training.checkpoints import FORMAT, START, Checkpoints, checksum, without_checkpoint
-from gspo_env.training.facts import fingerprint
+from gspo_env.training.checkpoints import (
+    FORMAT,
+    START,
+    Checkpoints,
+    checksum,
+    fingerprint,
+    without_checkpoint,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

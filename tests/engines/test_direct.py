@@ -8,9 +8,9 @@ from support.plain_models import SHAPE, llama, qwen2, steps, with_weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gspo_env.engines.embedded.direct import DirectForward, start_direct
+from gspo_env.model.adapters import add_adapter
 from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.check import check_model
-from gspo_env.model.load import add_adapter
 
 
 @pytest.mark.parametrize("fused", [True, False])

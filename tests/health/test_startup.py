@@ -10,9 +10,8 @@ from support.small_env import Small
 from gspo_env.cli.main import main
 from gspo_env.config import Config
 from gspo_env.errors import TrainingError
-from gspo_env.health.evaluation import check_success
 from gspo_env.health.findings import Finding
-from gspo_env.health.startup import check_first_steps
+from gspo_env.health.startup import check_first_steps, check_success
 from gspo_env.rollout.play import play_now
 from gspo_env.types import Group, Task
 

@@ -13,8 +13,8 @@ from support.runs import timeless
 from gspo_env.batch.packing import LEAST_TOKENS, microbatches, pack
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.learner.parallel import ParallelRows
+from gspo_env.model.adapters import add_adapter
 from gspo_env.model.attention import use_ragged_attention
-from gspo_env.model.load import add_adapter
 from gspo_env.model.scorer import Scorer
 
 

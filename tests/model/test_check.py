@@ -17,9 +17,10 @@ from gspo_env.engines import Sampling, Transformers, TransformersEngine, Unbatch
 from gspo_env.engines.embedded.start import check_engine
 from gspo_env.errors import ModelError
 from gspo_env.model import check as check_module
+from gspo_env.model.adapters import add_adapter
 from gspo_env.model.attention import RAGGED
 from gspo_env.model.check import BOUND, NOISE, RunMode, check_model
-from gspo_env.model.load import add_adapter, load_model
+from gspo_env.model.load import load_model
 
 HYBRIDS = ("Qwen3.5", "Qwen3-Next", "Bamba", "Granite 4 hybrid", "Mamba 2", "LFM2", "Llama 4")
 ROPE = ("Phi-3, longrope", "Llama, dynamic RoPE")

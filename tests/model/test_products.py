@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from gspo_env.model.adapters import add_adapter
 from gspo_env.model.attention import attend_by_products, is_half, weighted_sum
-from gspo_env.model.load import add_adapter
 from gspo_env.model.products import attend_by_blocks, matmul, use_wide_products
 
 SIZE = 96

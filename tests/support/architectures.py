@@ -27,9 +27,9 @@ from gspo_env.batch.sample import Sample
 from gspo_env.engines import Sampling, Transformers
 from gspo_env.errors import ModelError
 from gspo_env.learner import GSPO, Learner, LearnerConfig
+from gspo_env.model.adapters import add_adapter
 from gspo_env.model.check import BOUND, RunMode, check_model
 from gspo_env.model.export import named_weights
-from gspo_env.model.load import add_adapter
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 MARK = "<!-- made by tests/support/architectures.py -->\n"

@@ -19,7 +19,7 @@ from gspo_env.distributed.controller import Controller, Plan, serve
 from gspo_env.distributed.ranks import join
 from gspo_env.errors import GspoEnvError
 from gspo_env.learner import GRPO, GSPO, DrGRPO, Learner, LearnerConfig
-from gspo_env.model.load import add_adapter
+from gspo_env.model.adapters import add_adapter
 from support import architectures
 from support.learners import sample_of
 

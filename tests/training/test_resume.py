@@ -19,8 +19,8 @@ from gspo_env.cli.main import main
 from gspo_env.config import CheckpointConfig, load_toml, override, to_toml
 from gspo_env.credit.estimate import CreditConfig
 from gspo_env.errors import ConfigError, ModelError, OutputError
+from gspo_env.seeding import seed_generators
 from gspo_env.training.checkpoints import Checkpoints
-from gspo_env.training.facts import seed_generators
 from gspo_env.training.resume import changed_config, newest_checkpoint
 from gspo_env.trust import record
 
