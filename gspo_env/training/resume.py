@@ -252,7 +252,7 @@ def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> 
         raise OutputError(f"the settings in a checkpoint of {str(run)!r} are damaged") from error
     requested = {} if config is None else flatten(tomllib.loads(to_toml(config)))
     same = {name: value for name, value in saved.untrusted.items() if requested.get(name) == value}
-    moved = config is not None and _moved_only(saved.env, config.env)
+    moved = config is not None and moved_only(saved.env, config.env)
     saved.settings(same, env=config.env if config is not None and moved else "")
     before = from_dict(parse_toml(text))
     if config is None:
@@ -291,7 +291,7 @@ def _load_start(folder: Path, dtype: str) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _moved_only(old: str | Sequence[str], new: str | Sequence[str]) -> bool:
+def moved_only(old: str | Sequence[str], new: str | Sequence[str]) -> bool:
     """Returns whether environments differ at most in where their classes are defined."""
 
     def parts(env: str | Sequence[str]) -> Iterator[tuple[str, float, str]]:

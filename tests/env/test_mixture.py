@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from gspo_env.cli.main import parse
 from gspo_env.config import Config, from_dict, to_dict, to_toml
-from gspo_env.env.registration import add_kwargs, label, moved_only, read_members, resolve_env
+from gspo_env.env.registration import add_kwargs, label, read_members, resolve_env
 from gspo_env.errors import ConfigError, UnknownEnvironmentError
+from gspo_env.training.resume import moved_only
 
 
 @pytest.mark.parametrize(
