@@ -203,9 +203,12 @@ def test_failed_programs_are_observed_and_not_paid(tool_env):
 
 
 def test_endless_programs_are_cut():
-    tool_env: Any = make_env("gspo/PythonTool-v0", sandbox=Sandbox(seconds=0.5))
-    tool_env.reset(seed=0)
-    assert call(tool_env, "python", code="while True: pass")[0] == "stopped after 0.5 seconds"
-    flood, _ = call(tool_env, "python", code="while True: print('x' * 99)")
+    short, patient = (
+        make_env("gspo/PythonTool-v0", sandbox=Sandbox(seconds=seconds)) for seconds in (0.5, 20.0)
+    )
+    for env in (short, patient):
+        env.reset(seed=0)
+    assert call(short, "python", code="while True: pass")[0] == "stopped after 0.5 seconds"
+    flood, _ = call(patient, "python", code="while True: print('x' * 99)")
     assert flood.endswith("stopped after 64 KiB of output")
     assert len(flood) < 2200

@@ -9,6 +9,7 @@ import pytest
 from gymnasium.wrappers import TimeLimit
 from hypothesis import given
 from hypothesis import strategies as st
+from support import virtual_clock
 
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
@@ -148,7 +149,7 @@ def test_the_clock_cuts_a_policy_that_waits_and_keeps_the_turns_before():
         await asyncio.sleep(60 * now.turn)
         return "yes"
 
-    episode = asyncio.run(play(Script(go(0.5), go()), TASK, stuck, timeout=0.1))
+    episode = virtual_clock.run(play(Script(go(0.5), go()), TASK, stuck, timeout=50))
     assert (episode.stop_reason, len(episode.turns)) == (StopReason.TIMEOUT, 1)
 
 
