@@ -49,13 +49,13 @@ import dataclasses
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 import types
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -87,7 +87,8 @@ from gspo_env.types import Task
 
 AT_ONCE = 8
 """Episodes that TRL's update of a real model holds in memory."""
-ARMS = ("ours, turns", "ours, outcome", "TRL")
+ARMS = {"ours, turns": "returns_to_go", "ours, outcome": "outcome", "TRL": ""}
+"""The estimator of each of ours."""
 PROGRAMS = {
     "ours": "ours",
     "trl": "TRL as shipped",
@@ -354,7 +355,7 @@ class Clock:
         return processor
 
 
-def ours(training: Training, start: Path, out: Path, advantage: str, seed: int, steps: int) -> None:
+def ours(training: Training, start: Path, out: Path, seed: int, steps: int, advantage: str) -> None:
     """Trains with this package."""
     from gspo_env.training.loop import Loop
 
@@ -583,7 +584,7 @@ def show_times(runs_by_arm: dict[str, list[list[Mapping[str, float]]]], goal: fl
             when = f"{step} | {at['processor']:.0f} | {at['wall']:.0f}" if at else never
             print(f"| {arm} | {seed} | {ends} | {when} |")
     medians = {arm: float(np.median(values)) for arm, values in times.items()}
-    for arm in ARMS[:2]:
+    for arm in filter(ARMS.get, ARMS):
         most = "" if np.isfinite(medians["TRL"]) else "less than "
         ratio = medians[arm] / float(np.median(least["TRL"]))
         share = f"{most}{ratio:.3f} of TRL's time (medians of the seeds)"
@@ -620,43 +621,43 @@ def draw(
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
+def train_theirs(*arguments: Any) -> None:
+    """Trains with TRL; see `theirs`."""
+    theirs(*arguments).train()
+
+
+def alone(function: Callable[..., None], *arguments: Any) -> None:
+    """Calls a function in a process of its own, and waits for its end."""
+    process = get_context("spawn").Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(process.exitcode)
+
+
 def run_success(arguments: argparse.Namespace) -> None:
     """Runs the arms in turns."""
-    training = TRAININGS[arguments.model]
-    start, out, seed = Path(arguments.start), Path(arguments.out), arguments.seed
-    if arguments.arm == "TRL":
-        theirs(training, start, out, seed, arguments.steps, arguments.limit).train()
-    elif arguments.arm == "evaluate":
-        evaluate(training, start, out)
-    elif arguments.arm:
-        kind = "outcome" if "outcome" in arguments.arm else "returns_to_go"
-        ours(training, start, out, kind, seed, arguments.steps)
-    if arguments.arm:
-        return
+    training, steps = TRAININGS[arguments.model], arguments.steps
     folder = Path(arguments.output or tempfile.mkdtemp(prefix="time-to-success-"))
     folder.mkdir(parents=True, exist_ok=True)
     start = folder / "start"
     if not start.exists():
         make_start(training, start)
-
-    def run(arm: str, out: Path, seed: int, limit: float) -> None:
-        values = {"model": arguments.model, "start": start, "steps": arguments.steps}
-        values |= {"arm": arm, "out": out, "seed": seed, "limit": limit}
-        flags = [f"--{k}={v}" for k, v in values.items()]
-        subprocess.run(
-            [sys.executable, __file__, "success", arguments.packages, *flags], check=True
-        )
-
     runs_by_arm: dict[str, list[list[Mapping[str, float]]]] = {arm: [] for arm in ARMS}
     for seed in range(arguments.seeds):
         limit = 0.0
-        for arm in ARMS:
+        for arm, advantage in ARMS.items():
             out = folder / f"{arm.replace(', ', '-')}-{seed}.jsonl"
             if not out.with_suffix(".done").exists():
                 out.unlink(missing_ok=True)
-                run(arm, out, seed, limit * arguments.patience)
+                if advantage:
+                    alone(ours, training, start, out, seed, steps, advantage)
+                else:
+                    alone(
+                        train_theirs, training, start, out, seed, steps, limit * arguments.patience
+                    )
                 if training.model:
-                    run("evaluate", out, seed, 0.0)
+                    alone(evaluate, training, start, out)
                 out.with_suffix(".done").touch()
             lines = [json.loads(line) for line in out.read_text().splitlines()]
             runs_by_arm[arm].append(lines)
@@ -695,10 +696,6 @@ def main() -> None:
     success.add_argument("--goals", type=float, nargs="+", default=[0.8, 0.9])
     success.add_argument("--output", default="", help="keeps each training; it goes on there")
     success.add_argument("--picture", default="", help="file of a picture of the curves")
-    for name in ("start", "out", "arm"):
-        success.add_argument(f"--{name}", default="", help=argparse.SUPPRESS)
-    success.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
-    success.add_argument("--limit", type=float, default=0.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     sys.path.append(arguments.packages)
     torch.set_num_threads(1)
