@@ -20,6 +20,7 @@ import dataclasses
 import io
 import json
 import os
+import pickle
 import random
 import re
 import shutil
@@ -29,6 +30,7 @@ import tempfile
 import time
 import traceback
 import typing
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -485,6 +487,8 @@ def forbidden(folder: Path) -> dict[str, tuple[Row, str]]:
     """Returns the smallest combinations that are refused at once, with their sentences."""
     refused: dict[str, tuple[Row, str]] = {}
     os.chdir(folder)
+    if Path("refused.pickle").exists():  # of a call before, with the same --folder
+        return typing.cast(Any, pickle.loads(Path("refused.pickle").read_bytes()))
     for _ in range(20):
         rows = covering(2, 0, [row for row, _ in refused.values()])
         news = 0
@@ -498,6 +502,7 @@ def forbidden(folder: Path) -> dict[str, tuple[Row, str]]:
                     refused[title(least)] = {n: row[n] for n in differing(least)}, refusal(least)
         if not news:
             break
+    Path("refused.pickle").write_bytes(pickle.dumps(refused))
     return refused
 
 
@@ -616,6 +621,9 @@ def main() -> None:
     print(f"{len(rows)} rows; {len(refused)} combinations are refused at once", flush=True)
     for name, (_, sentence) in refused.items():
         print(f"  {name}: {sentence}", flush=True)
+    if matrix(refused) not in (HERE.parent / "docs/reference.md").read_text():
+        print("the table in docs/reference.md is not that of --matrix")
+        sys.exit(1)
     if options.plant:
         sys.exit(plant_all(rows, folder))
     numbers = list(range(len(rows)))
@@ -684,11 +692,23 @@ def _has(row: Row, needs: Mapping[str, Any]) -> bool:
 
 
 def matrix(refused: Mapping[str, tuple[Row, str]]) -> str:
-    """Returns the table of what cannot be combined."""
-    lines = ["| settings | refused with |", "|---|---|"]
-    for name, (_, sentence) in sorted(refused.items()):
-        lines.append(f"| `{name}` | {sentence.partition(': ')[2]} |")
-    return "\n".join(lines)
+    """Returns the table of what cannot be combined; combinations with one sentence share a row."""
+    groups: dict[tuple[Any, ...], list[tuple[list[str], str]]] = defaultdict(list)
+    for row, error in refused.values():
+        values = [str(v[0] if isinstance(v, tuple) else v) for v in row.values()]
+        sentence = error.partition(": ")[2]
+        bare = sentence
+        for value in values:
+            bare = re.sub(rf"\b{re.escape(value)}\b", "…", bare)
+        groups[(*row, bare)].append((values, sentence))
+    lines = []
+    for (*names, _), combinations in groups.items():
+        columns = [
+            sorted(set(column)) for column in zip(*(v for v, _ in combinations), strict=True)
+        ]
+        cells = [f"`{n}` {', '.join(c)}" for n, c in zip(names, columns, strict=True)]
+        lines.append(f"| {' with '.join(cells)} | {min(s for _, s in combinations)} |")
+    return "\n".join(["| settings | the sentence, of one of them |", "|---|---|", *sorted(lines)])
 
 
 if __name__ == "__main__":

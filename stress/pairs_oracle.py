@@ -620,7 +620,8 @@ class Credit:
         settings, run = self.settings, self.run
         credit: Any = [np.zeros(len(r.turns)) for r in records]
         if settings["credit"] and len(records) >= 2:
-            other = {"name": settings["estimator"], "scale": "none", "ddof": 0, "gamma": 1.0}
+            usual = {"scale": "none", "ddof": 0, "gamma": 1.0, "step_weight": 1.0}
+            other = {"name": settings["estimator"], **usual}
             credit = compare(other, records, self._score(records[0].env))
         rows = []
         for r, values in zip(records, credit, strict=True):
@@ -637,6 +638,9 @@ class Credit:
                 mask, _ = self._given(r, k)
                 if mask is not None:
                     each = np.where(mask, each, 0.0)
+                newest = max(max(x.token_versions or [x.weights_version]) for x in r.turns)
+                if settings["turn_steps"] and k >= 1 + newest // settings["turn_steps"]:
+                    each = 0 * each
                 ratio += each.tolist()
             total, sums = 0.0, []
             for x in reversed(ratio):

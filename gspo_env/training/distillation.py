@@ -61,7 +61,11 @@ class Distillation(Estimator):
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        find("advantage", self.estimator)
+        if issubclass(find("advantage", self.estimator), Distillation):
+            raise ConfigError(
+                f"advantage.estimator is {self.estimator!r}; expected another estimator, whose "
+                "advantages are added to those of the teacher"
+            )
 
     @property
     def uses_score(self) -> bool:  # type: ignore[override]

@@ -15,6 +15,7 @@ from support.turns import episode, turn
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.sample import to_samples
 from gspo_env.chat import ChatTokenizer
+from gspo_env.credit import estimate
 from gspo_env.credit.estimators import Outcome
 from gspo_env.errors import ConfigError, ModelError, TrainingError
 from gspo_env.learner import GSPO, Learner, LearnerConfig
@@ -22,7 +23,7 @@ from gspo_env.model.load import save_model
 from gspo_env.recipes.build import build_model, build_tokenizer
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.training.distillation import Distillation
-from gspo_env.types import Group, Prompt, ResetInfo, StepInfo, Task
+from gspo_env.types import Ending, Group, Prompt, ResetInfo, StepInfo, StopReason, Task
 
 TINY = Tiny(hidden_size=16, layers=1, heads=2)
 TOKENIZER = build_tokenizer(["say red or blue", "the answer is red"])
@@ -176,6 +177,16 @@ def test_the_teacher_is_heard_beside_masked_tokens_and_the_environments_own_adva
         assert row == pytest.approx([plain[0], played.engine_logprobs[1], plain[2]])
 
 
+def test_an_episode_whose_siblings_failed_hears_its_teacher(learner, teacher):
+    group, estimator = make_group(learner), bind(Distillation(teacher=teacher), learner)
+    alone, *others = group.episodes
+    failed = [replace(e, ending=Ending(reason=StopReason.ERROR)) for e in others]
+    broken = replace(group, episodes=(alone, *failed))
+    (rows,) = estimate([broken], estimator).advantages
+    assert rows[0] == pytest.approx(estimator.advantages(group)[0], abs=1e-6)
+    assert not any(map(np.any, rows[1:]))
+
+
 @pytest.mark.parametrize(
     ("info", "sentence"),
     [({}, r"info\['solution'\] of reset is None"), ({"solution": "red"}, "another system prompt")],
@@ -197,6 +208,7 @@ def test_another_tokenizer_is_refused(learner, teacher):
     [
         ({}, "expected a hint"),
         ({"teacher": "x", "estimator": "return_to_go"}, "did you mean returns_to_go"),
+        ({"teacher": "x", "estimator": "distillation"}, "expected another estimator"),
     ],
 )
 def test_wrong_settings_are_refused(settings, sentence, learner):
