@@ -155,8 +155,9 @@ class TextEnv(gymnasium.Env[str, str]):
     order of episodes, and so the rounding of a batch, is not reproducible. `abandon` and `close`
     run in a thread in any case."""
     limits_steps: bool = False
-    """With `blocking = False`: whether `step` calls functions that may hang, such as rewards. It
-    then runs in a thread for which the event loop waits, and has the time of an episode."""
+    """With `blocking = False`: whether `step` or `reset` calls functions that may hang, such as
+    rewards. They then run in a thread for which the event loop waits, and have the time of an
+    episode. Otherwise nothing can end a call on the event loop, and the log names its line."""
     gives_outcome: bool = False
     """Whether finished episodes have an `episodic_reward`. Then an episode that the rollout cut has
     `outcome_if_cut`, else the sum of its rewards."""

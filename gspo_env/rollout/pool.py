@@ -33,7 +33,7 @@ from gspo_env.types import Episode, Fault, Group, StopReason, Task
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 1.0
-"""Seconds that the event loop waits for a step of an environment with `limits_steps`."""
+"""Seconds that the event loop waits for a call of an environment with `limits_steps`."""
 
 
 @dataclass(slots=True)
@@ -130,15 +130,18 @@ class EnvPool:
         env = getattr(function, "__self__", args[0] if args else None)
         seat = self._seats.get(id(env))
         if seat is None or not (seat.threaded or _blocks(function, args)):
-            if seat and function == seat.env.step and attribute(seat.env, "limits_steps", False):
-                return await self._step_soon(self._thread(seat), function, *args)
+            if seat and attribute(seat.env, "limits_steps", False):
+                return await self._call_soon(self._thread(seat), function, *args, **kwargs)
             return attempt(function, *args, **kwargs)
         return await self._thread(seat).call(function, *args, **kwargs)
 
-    async def _step_soon(self, thread: EnvThread, step: Callable[..., Any], action: Any) -> Any:
-        """Steps in a thread, for which the event loop waits at first: the order is reproducible."""
-        future = thread.submit(call_for, asyncio.get_running_loop(), step, action)
-        with contextlib.suppress(TimeoutError):  # one of the step itself is raised again below
+    async def _call_soon(
+        self, thread: EnvThread, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls in a thread, for which the event loop waits at first: the order is reproducible."""
+        loop = asyncio.get_running_loop()
+        future = thread.submit(call_for, loop, function, *args, **kwargs)
+        with contextlib.suppress(TimeoutError):  # one of the call itself is raised again below
             return future.result(_PATIENCE)
         return await asyncio.wrap_future(future)
 

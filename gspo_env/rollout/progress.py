@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gspo_env.runtime.threads import held_line
 from gspo_env.types import Task
 
 logger = logging.getLogger(__name__)
@@ -18,6 +19,7 @@ Cause = Literal["the engine", "their environments"]
 
 STALL_SECONDS = 60.0
 """Seconds without progress before the log names what it is waiting for."""
+_NO_LIMIT = "where no limit can end it: await what it waits for, or do not declare blocking = False"
 
 
 @dataclass(slots=True)
@@ -87,7 +89,8 @@ def _line(cause: Cause, episodes: list[EpisodeProgress]) -> str:
 class Heartbeat:
     """A thread that logs what a rollout is waiting for whenever it makes no progress.
 
-    A thread can log even while an environment blocks the event loop.
+    A thread can log even while the code of an environment or a judge holds the event loop, which
+    nothing can end.
 
     Args:
         idle: Returns the seconds since the last progress.
@@ -106,6 +109,7 @@ class Heartbeat:
     def watching(self) -> Iterator[None]:
         """Watches what runs inside; several callers may be inside at the same time."""
         self._watched += 1
+        self._thread = threading.get_ident()
         if self._over is None:
             self._over = threading.Event()
             threading.Thread(
@@ -125,7 +129,9 @@ class Heartbeat:
             now = time.monotonic()
             quiet = min(self._idle(), now - last)
             if quiet >= self._seconds:
-                logger.warning("no progress for %.0f s: %s", self._idle(), self._describe())
+                line = held_line(self._thread)
+                held = f"; {line} holds the event loop, {_NO_LIMIT}" if line else ""
+                logger.warning("no progress for %.0f s: %s%s", self._idle(), self._describe(), held)
                 last, quiet = now, 0.0
             if over.wait(self._seconds - quiet):
                 return

@@ -179,6 +179,18 @@ def _is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+def held_line(thread: int) -> str:
+    """Returns the line of foreign code that runs in a thread's event loop, or nothing."""
+    frame = sys._current_frames().get(thread)
+    stack = traceback.extract_stack(frame) if frame is not None else ()
+    inside = traceback.StackSummary()
+    for entry in stack:
+        inside.append(entry)
+        if entry.filename.startswith((_LIBRARIES[0], os.path.dirname(asyncio.__file__))):
+            inside.clear()
+    return _environment_line(inside)
+
+
 class _Watch:
     """Looks at the calls of environment code in a thread; mentions the first that takes long."""
 

@@ -82,6 +82,23 @@ def test_what_the_episodes_wait_for_is_named(chat, caplog, waits, blocking, word
     engine, held = (gate, None) if waits == "engine" else (None, gate)
     lines = collected(chat, Engine(engine), lambda: Held(blocking, held), 0.1, caplog, gate)
     assert words in lines[0]
+    holds = "tests/rollout/test_progress.py:"
+    assert (holds in lines[0] and " in step holds the event loop" in lines[0]) == (
+        waits == "environment" and not blocking
+    )
+
+
+def test_synchronous_code_in_an_asynchronous_judge_is_named(chat, caplog):
+    gate = threading.Event()
+
+    class Judged(Held):
+        async def group_reward(self, group):
+            gate.wait(20)
+            return group
+
+    lines = collected(chat, Engine(), lambda: Judged(False), 0.1, caplog, gate)
+    assert "test_progress.py:" in lines[0]
+    assert "in group_reward holds the event loop, where no limit can end it" in lines[0]
 
 
 def test_nothing_is_said_while_something_comes(chat, caplog):

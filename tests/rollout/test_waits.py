@@ -3,7 +3,9 @@
 import asyncio
 import threading
 from dataclasses import replace
+from typing import ClassVar
 
+import gymnasium
 import pytest
 from support.scripted_engine import Scripted
 from support.small_env import Small
@@ -194,3 +196,51 @@ def test_a_reward_function_that_hangs_costs_its_episode(chat, trl):
     assert all(e.success for g in groups for e in g.episodes)
     assert len(calls) == 5
     assert running.pool.faults.counts == {StopReason.ENV_TIMEOUT: 1}
+
+
+class Slides(gymnasium.Env):
+    """An environment from elsewhere, of which one call never returns."""
+
+    observation_space = action_space = gymnasium.spaces.Discrete(2)
+    calls: ClassVar[list[str]] = []
+    hangs = ""
+
+    def note(self, name):
+        self.calls.append(name)
+        if name == self.hangs and self.calls.count(name) == 2:
+            RELEASE.wait()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.note("reset")
+        return 0, {}
+
+    def step(self, action):
+        self.note("step")
+        return 1, 1.0, True, False, {}
+
+
+@pytest.mark.parametrize("hangs", ["reset", "step"])
+def test_an_environment_in_gym_text_that_hangs_costs_its_episode(chat, hangs):
+    kind = type("Fresh", (Slides,), {"calls": [], "hangs": hangs})
+    gymnasium.register("test/Slides-v0", kind)
+
+    def make():
+        return make_env("gspo/GymText-v0", env="test/Slides-v0", invalid_steps=True)
+
+    running = collector(chat, make)
+    groups = collect(running)
+    assert [e.turns[-1].reward for g in groups for e in g.episodes] == [1.0] * 4
+    assert running.pool.faults.counts == {StopReason.ENV_TIMEOUT: 1}
+    gymnasium.registry.pop("test/Slides-v0")
+
+
+def test_the_tools_of_a_dataset_have_the_limit_of_its_rewards(chat):
+    env = make_env("gspo/Dataset-v0", data=[{"prompt": "Say"}], tools=[as_text])
+    assert env.get_wrapper_attr("limits_steps")
+    assert not make_env("gspo/GymText-v0").get_wrapper_attr("limits_steps")
+
+
+def as_text(number: int) -> str:
+    """Write a number."""
+    return str(number)

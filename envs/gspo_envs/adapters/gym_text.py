@@ -130,6 +130,7 @@ class GymTextEnv(TextEnv):
         self.max_turns = max_turns or limit or 100
         self.invalid_reward, self.invalid_steps = invalid_reward, invalid_steps
         self._facts = _FACTS.get(type(self.inner.unwrapped).__name__)
+        self.limits_steps = self._facts is None
         self._names = tuple(action_names) or (self._facts.actions if self._facts else ())
         count = getattr(self._actions, "n", 0)
         if self._names and len(self._names) != count:

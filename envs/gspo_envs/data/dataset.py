@@ -111,7 +111,7 @@ class DatasetEnv(ToolEnv):
             raise ConfigError(f"Dataset: system_prompt is {system_prompt!r}, expected a text.")
         waits = bool(self.reply) or self.rewards.waits
         self.blocking = waits if blocking is None else blocking
-        self.limits_steps = bool(self.rewards)
+        self.limits_steps = bool(self.rewards or tools)
         self.column, self.chat, self.score, self.success_from = column, chat, score, success
         self._system, self._limit = system_prompt, max_turns
 
