@@ -161,6 +161,11 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
         ConfigError: It cannot be imported.
     """
     where, _, attribute = name.rpartition(":")
+    if where == "__main__" and not hasattr(sys.modules[where], attribute):
+        raise ConfigError(
+            f"{what} is {name!r}, a class of another script or a notebook; expected the file that "
+            f"has it: --{what} FILE.py:{attribute}"
+        )
     try:
         module = load_module(where)
     except ImportError as error:
@@ -181,12 +186,16 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
 def load_module(where: str) -> ModuleType:
     """Imports a module by name, or a Python file by path, which runs again only if it changed.
 
-    A file may import the modules beside it.
+    A file may import the modules beside it, and a name may be that of a module in the working
+    folder.
 
     Raises:
         ImportError: It does not exist, or raised.
     """
     if not where.endswith(".py"):
+        beside = Path(where.partition(".")[0])
+        if beside.is_dir() or beside.with_suffix(".py").is_file():
+            _add_path(os.getcwd())  # where the modules of a script would be
         try:
             return importlib.import_module(where)
         except ImportError:
@@ -204,11 +213,16 @@ def load_module(where: str) -> ModuleType:
     return sys.modules[name]
 
 
+def _add_path(folder: str) -> None:
+    """Lets modules of a folder be imported, after all others, so that they replace none."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
 def _execute(name: str, path: Path, source: bytes) -> None:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
-    if (beside := str(path.parent)) not in sys.path:
-        sys.path.append(beside)  # at the end, so that no installed module is replaced
+    _add_path(str(path.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # annotations are resolved through it while it runs
     try:

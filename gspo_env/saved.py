@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ _MAX_BYTES = 2**20
 """Size of a file with settings."""
 _MAX_SHOWN = 160
 """Characters of a value that an error shows."""
-_LEARNING = ("advantage", "branching", "loss", "recipe")
+_LEARNING = ("advantage", "branching", "curriculum", "loss", "recipe", "tracker")
 """Choices that playing does not need."""
 _NO_RECORD = "no record says that you trained there with it"
 _PARENTS = 3
@@ -76,15 +77,18 @@ class SavedSettings:
                 Arguments of the environment are added to the saved ones, if these are kept.
             env: The environment, or several, if the user names one. Saved arguments and the saved
                 score are kept if it is the saved one, or a class of the same name elsewhere.
-            playing: Whether nothing is trained, so that untrusted estimators, losses and recipes
-                are left out instead.
+            playing: Whether nothing is trained, so that estimators, losses, recipes, curricula and
+                trackers that are classes of the user are left out.
 
         Raises:
             ConfigError: An untrusted setting is not among them; the message names the flags to add.
         """
         tree, untrusted = self._with_env(tuple(env) if isinstance(env, list) else env)
+        tree = replace_choices(tree, changes)
         untrusted = _without(untrusted, [k for k, v in flatten(changes).items() if v != {}])
         for kind in _LEARNING if playing else ():
+            if class_name(saved_name(tree, kind)):  # a trusted one
+                del tree[kind]
             if len(rest := _without(untrusted, [kind])) < len(untrusted):
                 logger.warning("%s of %s is not loaded", kind, self.folder)
                 tree.pop(kind, None)
@@ -115,6 +119,40 @@ class SavedSettings:
             if isinstance(credit := tree.get("credit"), Mapping):
                 tree["credit"] = {k: v for k, v in credit.items() if k != "score"}
         return tree | {"env": env}, untrusted
+
+
+def saved_name(tree: Mapping[str, Any], kind: str) -> str:
+    """Returns the name of a saved choice; empty if there is none."""
+    value = tree.get(kind)
+    return str(value.get("name", "")) if isinstance(value, Mapping) else str(value or "")
+
+
+def class_name(name: str) -> str:
+    """Returns the class that the name of a choice ends with; empty for a name of the registry."""
+    return name.rpartition(":")[2] if ":" in name else ""
+
+
+def replace_choices(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns saved settings with the places where the user says that their classes are now.
+
+    The settings of a class are kept if its name is the same.
+
+    Args:
+        tree: The settings.
+        changes: Names of choices by kind, among other settings.
+    """
+    changed = dict(tree)
+    for kind in BUILTIN:
+        new, old = changes.get(kind), class_name(saved_name(tree, kind))
+        if not old or not isinstance(new, str):
+            continue
+        if class_name(new) != old:
+            del changed[kind]
+        elif isinstance(tree[kind], Mapping):
+            changed[kind] = {**tree[kind], "name": new}
+        else:
+            changed[kind] = new
+    return changed
 
 
 def find_saved(folder: str | Path) -> Path | None:
@@ -187,15 +225,16 @@ def parse(path: Path, text: str) -> SavedSettings:
     untrusted = dict(untrusted_settings(tree))
     by_name = {".".join(place): value for place, value in untrusted.items()}
     problem = _find_problem(path.parent, by_name) if by_name else None
-    if problem is None:
-        untrusted, by_name = {}, {}
+    plain = copy.deepcopy(tree)
     for place in untrusted:
-        _drop(tree, place)
+        _drop(plain, place)
     try:
-        from_dict(tree)
+        from_dict(plain)  # what is trusted is loaded where it is needed
     except ConfigError as error:
         raise ConfigError(f"the settings in {str(path)!r} are not valid: {error}") from error
-    return SavedSettings(folder=path.parent, tree=tree, untrusted=by_name, problem=problem)
+    if problem is None:
+        return SavedSettings(folder=path.parent, tree=tree, untrusted={})
+    return SavedSettings(folder=path.parent, tree=plain, untrusted=by_name, problem=problem)
 
 
 def check_model(folder: Path, model: str, named: str = "") -> None:
@@ -265,6 +304,8 @@ def _flag(name: str, value: Any, cwd: str) -> str:
         entries = value if isinstance(value, list) else [value]
         value = [_with_path(entry, cwd) for entry in entries]
     values = value if name == "env" else [value]
+    if rest == "name":  # of a script or a notebook, which no other program can import
+        values = [str(value).replace("__main__:", "FILE.py:")]
     flag = section if rest == "name" else name
     return f"--{flag.replace('_', '-')} {' '.join(shlex.quote(_as_text(v)) for v in values)}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -15,7 +16,7 @@ from gspo_env.config import Config
 from gspo_env.env.registration import format_env
 from gspo_env.health.collapse import may_be_chance
 from gspo_env.redaction import redact
-from gspo_env.registry import name_of
+from gspo_env.registry import BUILTIN, name_of
 from gspo_env.runs.evaluations import EvalSnapshot, success_interval
 from gspo_env.runs.run import History
 from gspo_env.tracking.console import Progress
@@ -61,7 +62,20 @@ def opening(config: Config, env_id: str, model: Any, folder: Path, how_to_look: 
         "folder": str(folder),
         "tracker": f"{tracker} ({how_to_look})" if how_to_look else tracker,
     }
+    if flags := [flag for kind in BUILTIN if (flag := _flag(kind, getattr(config, kind)))]:
+        rows["own classes"] = f"train --resume will need {' '.join(flags)}"
     return "\n".join(f"{name:<13}{value}" for name, value in rows.items())
+
+
+def _flag(kind: str, choice: Any) -> str:
+    """Returns the flag that a resume needs for a class that only this script or notebook finds."""
+    where, _, name = name_of(kind, choice).rpartition(":")
+    file = getattr(sys.modules.get(where), "__file__", None)
+    folder = Path(file).parent if file else None
+    is_beside = folder is not None and str(folder) == sys.path[0] and folder != Path.cwd()
+    if where != "__main__" and not is_beside:
+        return ""
+    return f"--{kind} {os.path.relpath(file) if file else 'FILE.py'}:{name}"
 
 
 def closing(

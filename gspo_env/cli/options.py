@@ -250,14 +250,15 @@ def _base(
         )
     if not isinstance(model, str) or not model:
         return from_dict(tree)
-    from gspo_env.saved import read_saved
+    from gspo_env.saved import read_saved, replace_choices
 
     saved = read_saved(model)
     if saved is None:
         return from_dict(tree)
     tree.pop("recipe", None)
     # flags may be settings of a class that is named instead of the folder's
-    played = {name: value for name, value in saved.tree.items() if name != "env_kwargs"}
+    saved_tree = replace_choices(saved.tree, choices)
+    played = {name: value for name, value in saved_tree.items() if name != "env_kwargs"}
     config = override(override(from_dict(played), tree), choices)
     env = tree.get("env", "")
     changes = {**tree, **choices} | {resolve(config, flag): True for flag in flags}

@@ -27,7 +27,16 @@ from gspo_env.files import (
     saved_step,
     step_folders,
 )
-from gspo_env.saved import SavedSettings, check_model, parse, read_settings
+from gspo_env.registry import BUILTIN, name_of
+from gspo_env.saved import (
+    SavedSettings,
+    check_model,
+    class_name,
+    parse,
+    read_settings,
+    replace_choices,
+    saved_name,
+)
 from gspo_env.tracking.base import flatten
 from gspo_env.training.checkpoints import (
     FORMAT,
@@ -253,8 +262,13 @@ def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> 
     requested = {} if config is None else flatten(tomllib.loads(to_toml(config)))
     same = {name: value for name, value in saved.untrusted.items() if requested.get(name) == value}
     moved = config is not None and moved_only(saved.env, config.env)
+    tree = parse_toml(text)
+    for kind in BUILTIN if config is not None else ():
+        name = name_of(kind, getattr(config, kind))
+        if class_name(name) and class_name(name) == class_name(saved_name(tree, kind)):
+            tree, same[f"{kind}.name"] = replace_choices(tree, {kind: name}), name
     saved.settings(same, env=config.env if config is not None and moved else "")
-    before = from_dict(parse_toml(text))
+    before = from_dict(tree)
     if config is None:
         return before
     # `auto` is what the run has decided, which its config.toml has

@@ -1,0 +1,105 @@
+"""A run with classes of a script or a notebook can be used from the command line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.cli_errors import refused
+
+from gspo_env.cli.main import main
+from gspo_env.cli.serve import Serve, policy_config
+from gspo_env.config import load_toml
+from gspo_env.files import saved_step
+from gspo_env.registry import name_of
+
+SCRIPT = """
+from mine import Scaled
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.credit.estimators import ReturnsToGo
+from gspo_env.settings import settings
+from support.runs import drawn
+
+@settings
+class Own(ReturnsToGo):
+    share: float = 1.0
+
+if __name__ == "__main__":
+    recipe = {"hidden_size": 16, "layers": 1, "heads": 2, "demonstrations": 20}
+    tree = {"env": "gspo/Lookup-v0", "recipe": recipe | {"imitation_steps": 2}, "eval_tasks": 2}
+    config = drawn(**tree, steps=1, tasks_per_step=2, checkpoints={"save_every": 1},
+        output="out", rollout={"max_turn_tokens": 4}, advantage=Own(share=0.5), loss=Scaled(by=2.0))
+    GSPOAgent(config=config).train()
+"""
+MODULE = """
+from gspo_env.learner.losses import GSPO
+from gspo_env.settings import settings
+
+@settings
+class Scaled(GSPO):
+    by: float = 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a run of a script in another folder, and what the script printed."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "script.py").write_text(SCRIPT)
+    (folder / "sub" / "mine.py").write_text(MODULE)
+    command = [sys.executable, "sub/script.py"]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_a_training_says_at_once_what_a_resume_will_need(trained):
+    line = next(line for line in trained[1].splitlines() if line.startswith("own classes"))
+    assert line.split() == [
+        *["own", "classes", "train", "--resume", "will", "need"],
+        *("--advantage", "sub/script.py:Own", "--loss", "sub/mine.py:Scaled"),
+    ]
+    assert trained[1].index("own classes") < trained[1].index("imitation")
+
+
+def test_what_plays_loads_no_class_of_training(trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained[0])
+    main(["evaluate", "out", "--tasks", "2"])
+    assert "success  " in capsys.readouterr().out
+    assert name_of("advantage", policy_config(Serve(model="out")).advantage) == "returns_to_go"
+
+
+def test_a_resume_takes_the_files_of_the_classes_and_keeps_their_settings(
+    trained, monkeypatch, capsys
+):
+    monkeypatch.chdir(trained[0])
+    said = refused(
+        capsys, "train", "--resume", "out", "--steps", "2", "--loss", "sub/mine.py:Scaled"
+    )
+    assert "__main__:Own" in said
+    assert "--advantage FILE.py:Own" in said
+    flags = ["--advantage", "sub/script.py:Own", "--loss", "sub/mine.py:Scaled"]
+    main(["train", "--resume", "out", "--steps", "2", *flags])
+    assert saved_step(Path("out/model")) == 2
+    config = load_toml("out/config.toml")
+    assert (config.advantage.share, config.loss.by) == (0.5, 2.0)
+    assert name_of("advantage", config.advantage) == "sub/script.py:Own"
+    main(["train", "--resume", "out", "--steps", "3"])
+    assert saved_step(Path("out/model")) == 3
+    said = refused(capsys, "train", "--resume", "out", "--advantage", "outcome")
+    assert "only steps, what is kept" in said
+
+
+def test_a_module_in_the_working_folder_is_found(trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained[0] / "sub")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(Path.cwd()))])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--loss", "mine:Scaled", "--help", "loss"])
+    assert not end.value.code
+    assert "--loss.by" in capsys.readouterr().out
