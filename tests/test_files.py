@@ -5,8 +5,11 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -201,6 +204,51 @@ def test_a_file_of_episodes_does_not_unpack_to_more_than_the_bounds(run, caplog,
     assert "unpacks to more than" in caplog.text
     monkeypatch.setattr("gspo_env.episodes.schema._MAX_UNPACKED", 100)
     assert episode_files(run) == []
+
+
+HOSTILE = """
+from gspo_env.cli.main import main
+rescore = ["rescore", "run", "--rewards", "score.py:size", "--data", "rows.jsonl"]
+for command in (["view", "run", "--no-browser"], rescore):
+    try:
+        main(command)
+    except SystemExit:
+        pass
+print(*(line for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("columns", "value", "rows"),
+    [
+        (("observation", "action", "final_observation"), pa.array(["x" * 300_000]), 4000),
+        (("error", "agent", "options", "task_key", "tools"), pa.array(["x" * 99_999]), 4000),
+        (("prompt_ids",), pa.array(np.full(20_000_000, 50_000, np.int32)), 1),
+        (("clipped",), pa.array(np.full(40_000_000, True)), 1),
+        (("advantages", "ratios", "entropies"), pa.nulls(9_000_000, pa.float32()), 1),
+    ],
+    ids=["texts", "other texts", "ids", "flags", "nothing"],
+)
+def test_a_small_file_of_episodes_takes_little_memory_in_view_and_rescore(
+    run, columns, value, rows
+):
+    write_turn(run)
+    path = run / "episodes/000001-train.parquet"
+    table = pq.read_table(path).take([0] * rows)
+    if rows == 1:
+        column = pa.ListArray.from_arrays(pa.array([0, len(value)], pa.int32()), value)
+    else:
+        column = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), value)
+    for name in columns:
+        table = table.set_column(table.schema.get_field_index(name), name, column)
+    pq.write_table(table, path, store_schema=False, compression="zstd")
+    assert path.stat().st_size < 50_000
+    Path("rows.jsonl").write_text('{"prompt": "x"}\n' * 20)
+    Path("score.py").write_text("def size(attempt):\n    return len(attempt.text)\n")
+    command = [sys.executable, "-c", HOSTILE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "is damaged and left out: it unpacks to more than" in " ".join(done.stderr.split())
+    assert int(done.stdout.split()[-2]) < 500_000  # kibibytes
 
 
 def write_turn(run, **row):

@@ -258,6 +258,9 @@ class Episodes(Sequence[EpisodeRecord]):
 _AT_ONCE = 256
 _MAX_UNPACKED = 1 << 31
 """Bytes of a file of episodes, packed and unpacked."""
+_UNPACKED, _UNPACKED_PER_BYTE, _VALUE_BYTES = 1 << 24, 512, 32
+"""Bytes that a file of Parquet may take as Python objects, further ones for each of its bytes, and
+those of a value beside its data."""
 _MAX_TOKENS = 1 << 26
 """Bytes of the file with the texts of tokens."""
 
@@ -329,7 +332,11 @@ def read_table(path: Path) -> pa.Table | None:
 
 
 def read_bounded(path: Path, max_bytes: int) -> pa.Table:
-    """Reads a Parquet file that may be untrusted, without unpacking more than `max_bytes`.
+    """Reads a Parquet file that may be untrusted: a small one takes little memory.
+
+    Args:
+        path: The file.
+        max_bytes: Bytes to which any file may unpack.
 
     Raises:
         ValueError: It would unpack to more. Its own metadata may lie, so what is unpacked counts,
@@ -338,22 +345,35 @@ def read_bounded(path: Path, max_bytes: int) -> pa.Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    most = _UNPACKED + _UNPACKED_PER_BYTE * path.stat().st_size
     with pq.ParquetFile(path) as file:
         groups = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
-        chunks = [group.column(n) for group in groups for n in range(group.num_columns)]
-        values = sum(chunk.num_values for chunk in chunks)
-        largest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
-        if values > max_bytes // 4 or largest > max_bytes:
-            raise ValueError(f"it has {values:,} values, of up to {largest:,} bytes together")
-        # a dictionary may hold one long text that every row repeats
-        rows = max(1, min(1 << 16, max_bytes // max(1, largest)))
-        batches, size = [], 0
+        chunks = [[group.column(n) for n in range(group.num_columns)] for group in groups]
+        values = sum(chunk.num_values for group in chunks for chunk in group)
+        largest = max((sum(c.total_uncompressed_size for c in g) for g in chunks), default=0)
+        if values * _VALUE_BYTES > most or largest > max_bytes:
+            raise ValueError(
+                f"it unpacks to more than {most:,} bytes: it has {values:,} values, of up to "
+                f"{largest:,} bytes together"
+            )
+        # a dictionary may hold one long text that every row repeats, in each of the columns
+        rows = max(1, min(1 << 16, min(most, max_bytes) // 4 // max(1, largest)))
+        batches, size, objects = [], 0, 0
         for batch in file.iter_batches(batch_size=rows):
             size += batch.nbytes
-            if size > max_bytes:
-                raise ValueError(f"it unpacks to more than {max_bytes:,} bytes")
+            objects += batch.nbytes + _VALUE_BYTES * sum(map(_count, batch.columns))
+            if size > max_bytes or objects > most:
+                raise ValueError(f"it unpacks to more than {min(most, max_bytes):,} bytes")
             batches.append(batch)
         return pa.Table.from_batches(batches, file.schema_arrow)
+
+
+def _count(array: pa.Array) -> int:
+    """Returns the number of values in a column, those of nested ones included."""
+    if not array.type.num_fields:
+        return len(array)
+    inner = array.flatten()
+    return sum(map(_count, inner)) if isinstance(inner, list) else len(array) + _count(inner)
 
 
 def read_tokens(run: str | Path) -> dict[int, str]:
