@@ -32,7 +32,7 @@ from gspo_agents.setup import (
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config, check_estimator, from_dict, override, to_toml, with_score
 from gspo_env.engines import Completion, Engine, Sampling, check_completion
-from gspo_env.env.registration import env_setting
+from gspo_env.env.registration import env_setting, hide_progress_bars
 from gspo_env.errors import ConfigError
 from gspo_env.files import MODEL, SETTINGS
 from gspo_env.health.findings import Finding
@@ -88,6 +88,7 @@ class GSPOAgent:
         tokenizer: Any = None,
         ranks: Ranks | None = None,
     ) -> None:
+        hide_progress_bars()  # also in a script, which imports this class itself
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())
         if not isinstance(self.config, Config):

@@ -183,6 +183,7 @@ def check(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> list[Finding]:
     Raises:
         TrainingError: It does not fit into memory.
     """
+    Progress().line("preflight: a few tokens and gradients are measured")
     run = estimate(agent, demonstrations)
     Progress().line("\n".join(f"{name:<13}{value}" for name, value in run.rows.items()))
     text = f"The run takes about {_clock(run.seconds)}."

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_agents.inputs import inputs
-from gspo_agents.terminal import EpisodeCounter, closing, opening, results, summary
+from gspo_agents.terminal import EpisodeCounter, closing, opening, results, start_of, summary
 from gspo_env.config import Config, to_dict, to_toml, with_score
 from gspo_env.env.base import attribute
 from gspo_env.episodes.schema import PAGE, Phase
@@ -107,7 +107,9 @@ class Reporter:
         if step == 0:
             for source in inputs(self.config, evaluation.groups, self._num_tasks):
                 self._tracker.input(source)
-            for finding in check_first_evaluation(self.config, evaluation.groups):
+            for finding in check_first_evaluation(
+                self.config, evaluation.groups, start_of(self.config)
+            ):
                 self.warned(finding)
         self._show("evaluate", step, evaluation.sampled, lost=evaluation.lost or None)
         self._progress.begin("train", step, self.config.steps)
@@ -205,7 +207,7 @@ class Reporter:
                 f"Model of step {step}, config and learning curve: {folder}",
             ]
         else:
-            lines = results(history, split, skipped_demonstrations)
+            lines = results(history, split, skipped_demonstrations, start_of(self.config))
             folder, encoding = self._checkpoints.run, self._progress.encoding
             lines += closing(history, folder, encoding, tasks=len(split.tasks))
         lines += self._tracker.problems
@@ -231,7 +233,7 @@ class Reporter:
                     self._tracker.artifact(self._checkpoints.run / name)
 
     def _summarise(self, history: History) -> None:
-        text = summary(history, self._tracker.started)
+        text = summary(history, self._tracker.started, start_of(self.config))
         self.write(SUMMARY, text)
         self._tracker.text(SUMMARY, text)
 

@@ -150,13 +150,21 @@ def _worse_than_before(evaluations: Sequence[EvalSnapshot]) -> str:
     )
 
 
-def results(history: History, split: Split, skipped_demonstrations: int) -> list[str]:
+def start_of(config: Config) -> str:
+    """Says when the first evaluation is played: an imitation comes before it."""
+    return "after imitation" if getattr(config.recipe, "imitation_steps", 0) else "before training"
+
+
+def results(
+    history: History, split: Split, skipped_demonstrations: int, start: str = "before training"
+) -> list[str]:
     """Returns what a run has reached, with an interval, and what it left out.
 
     Args:
         history: The metrics of every step.
         split: The tasks of the evaluation.
         skipped_demonstrations: Demonstrations of held-out tasks.
+        start: See `start_of`.
     """
 
     def total(name: str) -> float:
@@ -170,8 +178,8 @@ def results(history: History, split: Split, skipped_demonstrations: int) -> list
     low, high = success_interval(rows, tasks=split.distinct)
     few = ": too few to judge" if high - low > _WIDE else ""
     lines = [
-        f"Success on {split}: {first['eval/success']:.1%} before training, "
-        f"{last['eval/success']:.1%} after (greedy {first['eval/success_greedy']:.1%} and "
+        f"Success on {split}: {first['eval/success']:.1%} {start}, "
+        f"{last['eval/success']:.1%} after training (greedy {first['eval/success_greedy']:.1%} and "
         f"{last['eval/success_greedy']:.1%}); 95 % interval after {low:.0%} to {high:.0%}{few}."
     ]
     if skipped := total("train/skipped_steps"):
@@ -185,12 +193,13 @@ def results(history: History, split: Split, skipped_demonstrations: int) -> list
     return lines
 
 
-def summary(history: History, started: float) -> str:
+def summary(history: History, started: float, start: str = "before training") -> str:
     """Returns what a run has reached and the command that started it, in Markdown.
 
     Args:
         history: The metrics of every step; empty at the start.
         started: The start of the run, in seconds since 1970.
+        start: See `start_of`.
     """
     lines = []
     if evaluations := [(step, m["eval/success"]) for step, m in history if "eval/success" in m]:
@@ -198,7 +207,7 @@ def summary(history: History, started: float) -> str:
         last_step, last = evaluations[-1]
         lines.append(
             f"Success on held-out tasks: **{last:.1%}** after step {last_step}, "
-            f"{evaluations[0][1]:.1%} before training, best {best:.1%} after step {best_step}."
+            f"{evaluations[0][1]:.1%} {start}, best {best:.1%} after step {best_step}."
         )
         lines.append(f"Duration: {timedelta(seconds=round(time.time() - started))}.")
     command = shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "gspo-env"), *sys.argv[1:]])

@@ -119,6 +119,7 @@ def test_a_preflight_leaves_model_and_generators_as_they_were(agent, capsys, ran
     state = torch.get_rng_state()
     assert check(agent, ()) == []
     shown = capsys.readouterr().out
+    assert shown.startswith("preflight: a few tokens and gradients are measured")
     for row in ("memory", "evaluation", "step", "run"):
         assert re.search(rf"^{row} ", shown, re.MULTILINE)
     after = agent.model.state_dict()

@@ -76,7 +76,9 @@ def test_the_result_has_an_interval_and_says_where_episodes_are_too_few(count, f
     history = [(0, {"eval/success": 0.0, "eval/success_greedy": 0.0})]
     history += [(4, {"eval/success": 0.5, "eval/success_greedy": 0.25})]
     (line,) = results(history, split, 0)
-    assert line.startswith(f"Success on {split}: 0.0% before training, 50.0% after (greedy 0.0%")
+    assert line.startswith(
+        f"Success on {split}: 0.0% before training, 50.0% after training (greedy 0.0%"
+    )
     assert line.endswith(": too few to judge.") == few
 
 

@@ -64,7 +64,7 @@ def test_the_score_of_a_file_gives_way_to_another_estimator_and_is_named_with_an
 def test_train_says_both_figures_and_evaluate_reports_its_folder(capsys, tmp_path):
     main(["train", *TINY, "--output", "out"])
     output = capsys.readouterr().out
-    for words in ("before training", "after", "mlflow ui"):
+    for words in ("after imitation", "after training", "mlflow ui"):
         assert words in output
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files >= {"config.toml", "learning_curve.png", "model", "episodes", "view.html"}

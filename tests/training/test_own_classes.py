@@ -55,6 +55,7 @@ def trained(tmp_path_factory):
         command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
+    assert "model shards" not in done.stderr  # a progress bar of transformers
     return folder, done.stdout
 
 
@@ -65,6 +66,13 @@ def test_a_training_says_at_once_what_a_resume_will_need(trained):
         *("--advantage", "sub/script.py:Own", "--loss", "sub/mine.py:Scaled"),
     ]
     assert trained[1].index("own classes") < trained[1].index("imitation")
+
+
+def test_the_first_success_of_a_model_that_imitated_is_said_to_be_after_imitation(trained):
+    (line,) = (line for line in trained[1].splitlines() if line.startswith("Success on "))
+    assert "% after imitation, " in line
+    assert "% after training (greedy " in line
+    assert " after imitation, best " in (trained[0] / "out" / "summary.md").read_text()
 
 
 def test_what_plays_loads_no_class_of_training(trained, monkeypatch, capsys):
