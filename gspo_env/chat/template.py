@@ -367,8 +367,12 @@ class ChatTemplate:
         if any(m["role"] == "system" for m in messages[1:]) and not self._takes_systems:
             self._warn("refuses or drops system messages behind the first; the user says them")
             messages = _change("with_one_system", messages)
-        if messages[0]["role"] == "system" and not self.takes_system:
+        roles = [message["role"] for message in messages[:2]]
+        if roles[0] == "system" and not self.takes_system:
             self._warn("refuses system messages; the first user message begins with the text")
+            messages = _change("folded", messages)
+        elif roles[0] == "system" and roles[1:] != ["user"] and not self._accepts(*roles):
+            self._warn("drops or refuses a system message without a user's; the user says it")
             messages = _change("folded", messages)
         if any(m["role"] == "tool" for m in messages) and not self.takes_tool_role:
             messages = _change("without_results", messages, keeps=self._takes_results)

@@ -151,6 +151,14 @@ def test_a_system_message_that_the_template_refuses_begins_the_first_user_messag
 
 
 @family
+@pytest.mark.parametrize("others", [(), ("assistant",), ("assistant", "user"), ("system",)])
+def test_a_system_message_that_no_user_follows_is_shown(name, others):
+    chat = [{"role": role, "content": f"7{n}1"} for n, role in enumerate(("system", *others))]
+    shown = templates(name).render(chat)
+    assert [shown.count(message["content"]) for message in chat] == [1] * len(chat)
+
+
+@family
 def test_no_message_is_lost_where_a_program_sends_roles_that_the_template_does_not_expect(name):
     roles = ("system", "system", "user", "user", "assistant", "system", "tool", "tool", "user")
     chat = [{"role": role, "content": f"7{n}1"} for n, role in enumerate(roles)]
