@@ -201,3 +201,59 @@ def test_the_demonstrator_solves_what_has_a_table_of_transitions(name, arguments
 def test_what_cannot_be_text_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         make_env("gspo/GymText-v0", **arguments)
+
+
+class Foreign(gymnasium.Env):
+    """Gives a second reward, and observations, of any kind."""
+
+    observation_space = action_space = spaces.Discrete(2)
+    reward: Any = 1.0
+    first = second = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.turn = 0
+        return self.first, {}
+
+    def step(self, action):
+        self.turn += 1
+        return self.second, (self.reward if self.turn == 2 else 0.0), self.turn == 2, False, {}
+
+
+def play_foreign(**fields):
+    """The result of the second step."""
+    gymnasium.register("test/Foreign-v0", type("Fresh", (Foreign,), fields))
+    try:
+        env = make_env("gspo/GymText-v0", env="test/Foreign-v0")
+        env.reset(seed=0)
+        env.step("<action>1</action>")
+        return env.step("<action>1</action>")
+    finally:
+        gymnasium.registry.pop("test/Foreign-v0")
+
+
+@pytest.mark.parametrize(
+    "reward", [1, np.array(1.0), np.array([1.0]), np.array([[1]]), [1.0], np.float32(1.0)]
+)
+def test_a_reward_may_be_an_array_of_one_number(reward):
+    result = play_foreign(reward=reward)
+    assert (result[1], type(result[1])) == (1.0, float)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"reward": None}, "reward of test/Foreign-v0 in step 2 is None, expected a finite number"),
+        ({"reward": np.array([1.0, 2.0])}, r"reward .* in step 2 is array\(\[1., 2.\]\)"),
+        ({"reward": np.array([None])}, r"reward .* in step 2 is array\(\[None\]"),
+        ({"reward": []}, r"reward .* in step 2 is \[\]"),
+        ({"reward": float("nan")}, "reward .* in step 2 is nan"),
+        ({"reward": "much"}, "reward .* in step 2 is 'much'"),
+        ({"reward": {"a": 1}}, r"reward .* in step 2 is \{'a': 1\}"),
+        ({"second": None}, r"observation .* in step 1 is None, expected an element of Discrete\(2"),
+        ({"first": "x"}, r"observation of test/Foreign-v0 in reset is 'x', expected an element"),
+    ],
+)
+def test_a_result_that_cannot_be_read_is_named_with_its_environment_and_step(fields, words):
+    with pytest.raises(EnvironmentContractError, match=words):
+        play_foreign(**fields)

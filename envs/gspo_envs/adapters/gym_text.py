@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
 import re
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +19,7 @@ from gymnasium import spaces
 
 from gspo_env.chat.fields import clean
 from gspo_env.env.base import Options, ResetResult, StepResult, TextEnv, extract_tag
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, EnvironmentContractError
 
 MAX_NUMBERS = 1024
 """Maximum numbers in one observation or action; pixels are not text."""
@@ -122,7 +124,7 @@ class GymTextEnv(TextEnv):
         super().__init__(max_turns)
         if not math.isfinite(invalid_reward):
             raise ConfigError(f"GymText: invalid_reward is {invalid_reward}, expected a number.")
-        self.inner = _make(env, kwargs)
+        self.inner, self._id = _make(env, kwargs), env
         for name in ("observation_space", "action_space"):
             _refuse(env, name, getattr(self.inner, name))
         self._actions = copy.deepcopy(self.inner.action_space)  # a class may share its spaces
@@ -147,7 +149,7 @@ class GymTextEnv(TextEnv):
         inner_seed, action_seed = (int(s) for s in self.np_random.integers(2**31, size=2))
         observation, info = self.inner.reset(seed=inner_seed, options=options or None)
         self._actions.seed(action_seed)
-        self._seen = observation
+        self._seen, self._taken = observation, False
         return self._show(observation), self._info(observation) | self._task(observation, info)
 
     def step(self, action: str) -> StepResult:
@@ -167,8 +169,9 @@ class GymTextEnv(TextEnv):
             info["invalid_action"] = True
             value = space.sample() if self.invalid_steps else None
         if value is not None:
+            self._taken = True
             self._seen, reward, terminated, truncated, _ = self.inner.step(value)
-            lines, game_reward = [*lines, self._show(self._seen)], float(reward)
+            lines, game_reward = [*lines, self._show(self._seen)], self._number(reward)
         terminated, truncated = self.end_turn(terminated, truncated)
         info |= self._info(self._seen)
         if (terminated or truncated) and self._facts is not None:
@@ -211,13 +214,36 @@ class GymTextEnv(TextEnv):
             return self._names[int(action) - int(space.start)]
         return write_value(space, action)
 
+    def _number(self, reward: Any) -> float:
+        """Returns a reward, which some environments give as an array of one number.
+
+        Raises:
+            EnvironmentContractError: It is not one finite number.
+        """
+        with contextlib.suppress(TypeError, ValueError):
+            numbers = np.asarray(reward, dtype=np.float64)
+            if numbers.size == 1 and np.isfinite(numbers).all():
+                return float(numbers.item())
+        raise self._fault("reward", reward, "a finite number")
+
+    def _fault(self, what: str, value: Any, expected: str) -> EnvironmentContractError:
+        call = f"step {self._turn + 1}" if self._taken else "reset"
+        return EnvironmentContractError(
+            f"GymText: the {what} of {self._id} in {call} is {reprlib.repr(value)}, "
+            f"expected {expected}."
+        )
+
     def _show(self, observation: Any) -> str:
         parts = []
         if self.inner.render_mode == "ansi":
             parts.append(_plain(str(self.inner.render())))
         if self._facts is not None:
             parts.append(self._facts.describe(self.inner.unwrapped, observation))
-        text = "\n".join(parts) or write_value(self.inner.observation_space, observation)
+        space = self.inner.observation_space
+        try:
+            text = "\n".join(parts) or write_value(space, observation)
+        except (TypeError, ValueError, LookupError):
+            raise self._fault("observation", observation, f"an element of {space}") from None
         return clean(text, self.observation_space.max_length)
 
     def _info(self, observation: Any) -> dict[str, Any]:
