@@ -666,19 +666,31 @@ def plant_all(rows: Sequence[Row], folder: Path) -> int:
 
     missed = 0
     for name, plant in PLANTS.items():
-        fit = [n for n, row in enumerate(rows) if _has(row, plant.needs)]
+        fit = {f"row {n}": row for n, row in enumerate(rows) if _has(row, plant.needs)}
+        chosen = dict([*fit.items()][:2]) | {"the usual row": _usual_row(plant.needs)}
         caught = ""
-        for n in fit[:3]:
-            if in_fork(rows[n], folder, n)["end"] != "done":
+        for which, row in chosen.items():
+            if in_fork(row, folder, 0)["end"] != "done":
                 continue
-            result = in_fork(rows[n], folder, n, name)
+            result = in_fork(row, folder, 0, name)
             if result["end"] == "wrong":
-                caught = f"row {n}: {result['text'].splitlines()[0]}"
-                shutil.rmtree(folder / f"row-{n}")
+                caught = f"{which} ({title(row)}): {result['text'].splitlines()[0]}"
                 break
         missed += not caught
-        print(f"{name}: {caught or f'NOT CAUGHT by {fit[:3]}'}", flush=True)
+        print(f"{name}: {caught or f'NOT CAUGHT by {[*chosen]}'}", flush=True)
     return int(missed > 0)
+
+
+def _usual_row(needs: Mapping[str, Any]) -> Row:
+    """Returns the usual values, with those that a planted fault needs."""
+    row = {name: values[0] for name, values in domains_cache().items()}
+    for name, need in needs.items():
+        wanted = need.split() if isinstance(need, str) else need
+        wanted = wanted if isinstance(wanted, list | tuple) else [wanted]
+        row[name] = next(
+            v for v in domains_cache()[name] if (v[0] if isinstance(v, tuple) else v) in wanted
+        )
+    return row
 
 
 def _has(row: Row, needs: Mapping[str, Any]) -> bool:
@@ -687,7 +699,8 @@ def _has(row: Row, needs: Mapping[str, Any]) -> bool:
         return False
     values = {n: v[0] if isinstance(v, tuple) else v for n, v in row.items()}
     return all(
-        values[n] in v.split() if isinstance(v, str) else values[n] == v for n, v in needs.items()
+        values[n] in (v.split() if isinstance(v, str) else v if isinstance(v, tuple) else (v,))
+        for n, v in needs.items()
     )
 
 

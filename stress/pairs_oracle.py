@@ -275,6 +275,12 @@ class Run:
         if len(numbers := [n for part in parts for n in part]) != len(set(numbers)):
             self.faults.append(f"step {step}: an episode is in two minibatches, {parts}")
             return
+        if max(numbers) >= len(trained):
+            self.faults.append(
+                f"step {step}: the minibatches have {len(numbers)} episodes: {parts}"
+            )
+            return
+        self.kl: list[float] = []
         losses, norms = [], []
         for part in parts:
             leaves = {n: w.requires_grad_() for n, w in masters.items()}
@@ -299,6 +305,9 @@ class Run:
                 metrics |= line["metrics"]
         bound = self.slack * (1e-4 if len(parts) == 1 else 2e-3)
         norm, loss = float(np.mean(norms)), float(np.mean(losses))
+        if self.kl and "train/kl" in metrics:
+            kl = float(np.mean(self.kl))
+            self.fault(f"step {step} KL", metrics["train/kl"], kl, self.slack * (0.05 * kl + 1e-10))
         # the parts of a loss cancel each other: its rounding is that of their size
         size = max(credit.size, abs(loss))
         self.fault(f"step {step} loss", metrics["train/loss"], loss, bound * max(size, 1e-3))
@@ -341,6 +350,18 @@ class Run:
             after[name] = w - rate * mean / (square.sqrt() + 1e-8)
         return after
 
+    def _check_ratios(
+        self, r: Any, settings: Any, lp: Tensor, own: Tensor, engine: Tensor, turn: Any, keep: Any
+    ) -> None:
+        """Compares the ratios of a minibatch with those that were kept."""
+        kept = [x for t in r.turns for x in t.ratios or [None] * len(t.action_ids)]
+        before = engine if settings["old_logprobs"] == "engine" else own
+        want = ratios(settings, (lp - before).clamp(-20, 20), turn)
+        for got, each in zip(np.array(kept, object)[keep.numpy()], want.tolist(), strict=True):
+            if got is None or abs(got - each) > (1e-4 + 0.3 * abs(each - 1)) * self.slack:
+                self.faults.append(f"{r.episode}: a ratio is {got}, expected {each:.6g}")
+                return
+
     def _loss(
         self, leaves: Mapping[str, Tensor], records: Sequence[Any], old: Any, credit: Credit
     ) -> tuple[Tensor, Tensor]:
@@ -374,6 +395,10 @@ class Run:
                 advantage,
                 turn,
             )
+            if settings.get("kl_coef"):
+                log_q = (ref - lp).detach()
+                self.kl += (log_q.expm1() - log_q).tolist()
+            self._check_ratios(r, settings, lp.detach(), own, engine, turn, keep)
             weight = {
                 "sequence_mean": 1 / counts[i] / episodes,
                 "token_mean": 1 / tokens,
@@ -393,6 +418,18 @@ class Run:
                 if any(seen):
                     observed = observed - lp[torch.tensor(seen[1:])].mean() / len(sequences)
         return total, observed
+
+
+def ratios(settings: Mapping[str, Any], log_r: Tensor, turn: Tensor) -> Tensor:
+    """Returns the ratio of each token of an episode."""
+    level, power = settings.get("ratio_level", "token"), settings.get("ratio_mean", 0.0)
+    s = torch.empty_like(log_r)
+    for t in range(len(log_r)):
+        token = torch.arange(len(turn)) == t
+        same = {"sequence": turn >= 0, "turn": turn == turn[t], "token": token}
+        part = log_r[same[level]]
+        s[t] = (part * power).exp().mean() ** (1 / power) if power else part.mean().exp()
+    return s
 
 
 def objective(
@@ -419,17 +456,8 @@ def objective(
             decay = torch.where(positive, settings["lambda_pos"], settings["lambda_neg"])
             weight = product**k * (decay * (1 - product)).exp()
         return weight * advantage * carrier
-    level, power = settings["ratio_level"], settings["ratio_mean"]
-    s = torch.empty_like(log_r)
-    for t in range(len(log_r)):
-        same = {
-            "sequence": turn >= 0,
-            "turn": turn == turn[t],
-            "token": torch.arange(len(turn)) == t,
-        }
-        part = log_r[same[level]]
-        mean = (part * power).exp().mean() ** (1 / power) if power else part.mean().exp()
-        s[t] = mean
+    power = settings["ratio_mean"]
+    s = ratios(settings, log_r, turn)
     factor = s ** (1 - power) * (power * log_r).exp()
     low, high, dual = 1 - settings["clip_low"], 1 + settings["clip_high"], settings["dual_clip"]
     values = factor * carrier * advantage

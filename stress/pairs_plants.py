@@ -119,17 +119,17 @@ PLANTS = {
     ),
     "old log-probabilities of the wrong weights": Plant(
         _old,
-        {"learner.minibatches": 4, "loss.old_logprobs": "trainer", "loss": "grpo dr_grpo gspo"},
+        {"learner.minibatches": (2, 4), "loss.old_logprobs": "trainer", "loss": "grpo gspo"},
     ),
     "an aggregation of the other kind": Plant(
-        _aggregation, {"loss.aggregation": "sequence_mean", "rollout.group_size": 8}
+        _aggregation, {"loss.aggregation": "sequence_mean", "loss": "gspo grpo"}
     ),
     "a truncated episode that counts twice": Plant(
         _twice, {"credit.train_on_truncated": True, "env": "Words Masked Both Edited"}
     ),
     "stale episodes that are not corrected": Plant(
         _stale,
-        {"supply.max_staleness": 2, "loss.correction": "auto", "loss.old_logprobs": "trainer",
+        {"supply.max_staleness": (1, 2), "loss.correction": "auto", "loss.old_logprobs": "trainer",
          "loss": "gspo grpo dr_grpo luspo"},
     ),
     "a shared prefix with the position of a sibling": Plant(
