@@ -64,7 +64,8 @@ def check_folder(folder: Path) -> None:
                 mode = path.lstat().st_mode
             except FileNotFoundError:  # of a run in progress
                 continue
-            best = path.name == "best" and path.parent.name == "checkpoints"
+            names_best = path.name in ("best", ".part-best")  # the second of a killed process
+            best = names_best and path.parent.name == "checkpoints"
             if stat.S_ISLNK(mode) and best and re.fullmatch(r"step-\d+", os.readlink(path)):
                 continue
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):

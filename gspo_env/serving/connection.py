@@ -21,6 +21,8 @@ MOST = 4096
 """Open connections; a further one takes the place of the one that was idle for the longest time."""
 MOST_OF_ONE = 64
 """Open connections of a socket that serves one session only."""
+_LENGTHS = {b"content-length", b"transfer-encoding"}
+"""Headers that tell where a body ends."""
 
 
 class Connection(H11Protocol):
@@ -118,9 +120,12 @@ class Connection(H11Protocol):
             super().timeout_keep_alive_handler()
 
     def _mark(self) -> None:
-        """Lets the request find its connection."""
+        """Lets the request find its connection, which ends after one of an ambiguous length."""
         if self.scope is not None:
             cast(dict[str, Any], self.scope)[SCOPE] = self
+            lengths = {name for name, _ in self.scope["headers"]} & _LENGTHS
+            if self.cycle is not None and len(lengths) > 1:  # RFC 9112, 6.1
+                self.cycle.keep_alive = False
 
     def _watch(self) -> None:
         waits = self.cycle is None or self.cycle.response_complete

@@ -90,6 +90,8 @@ class Checkpoints:
             self._lock.write(str(os.getpid()))
             self._lock.flush()
         for part in self.folder.glob(".part-*"):  # of a process that was killed
+            if part.is_symlink():
+                part.unlink()
             shutil.rmtree(part, ignore_errors=True)
 
     def __enter__(self) -> Self:

@@ -299,6 +299,21 @@ def test_a_client_whose_body_is_slow_is_cut_off(opened, monkeypatch):
         assert closed(resource)
 
 
+@pytest.mark.parametrize(
+    ("line", "answers"), [("Content-Length: 2", 1), ("Content-Length: 4000", 1), ("A: b", 2)]
+)
+def test_a_request_of_two_lengths_is_answered_and_its_connection_closed(opened, line, answers):
+    """What follows may be a request that somebody has smuggled into the body of another's."""
+    session, body = opened(Policy()).session, json.dumps(HI).encode()
+    request = head(session, line, "Transfer-Encoding: chunked")
+    request += b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    read = b""
+    with raw(session, request + request) as resource, contextlib.suppress(ConnectionError):
+        while read.count(b"HTTP/1.1 200") < 2 and (more := resource.recv(65536)):
+            read += more
+    assert read.count(b"HTTP/1.1 200") == answers
+
+
 @pytest.mark.parametrize("end", ["limit", "session"])
 def test_a_stream_that_is_never_read_ends_with_a_limit_and_with_its_session(
     opened, monkeypatch, end
