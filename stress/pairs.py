@@ -47,7 +47,7 @@ from safetensors.torch import load_file, save_file
 from gspo_agents.gspo import GSPOAgent
 from gspo_agents.setup import check_learning
 from gspo_env.config import Config, override
-from gspo_env.errors import ConfigError, GspoEnvError
+from gspo_env.errors import ConfigError, GspoEnvError, TrainingError
 from gspo_env.registry import BUILTIN, find
 from gspo_env.tracking.base import flatten
 
@@ -360,7 +360,8 @@ def play(row: Row, start: Path) -> dict[str, Any]:
     except GspoEnvError as error:
         text = f"{type(error).__name__}: {error}"
         early = stage == "check" or (stage == "train" and not Path("run/metrics.jsonl").exists())
-        how = "refused" if early else ("refused late" if stage == "train" else "wrong")
+        settings = isinstance(error, ConfigError | TrainingError)
+        how = "refused" if early else "refused late" if settings and stage == "train" else "wrong"
         return {"end": how, "text": text, "stage": stage, "cpu": time.process_time() - begun}
     except BaseException:
         return {
@@ -673,7 +674,7 @@ def plant_all(rows: Sequence[Row], folder: Path) -> int:
             if in_fork(row, folder, 0)["end"] != "done":
                 continue
             result = in_fork(row, folder, 0, name)
-            if result["end"] == "wrong":
+            if result["end"] != "done":
                 caught = f"{which} ({title(row)}): {result['text'].splitlines()[0]}"
                 break
         missed += not caught

@@ -74,7 +74,16 @@ class Run:
         self._check_engine(records)
         for step in range(1, self.settings["steps"] + 1):
             self._check_step(step, [r for r in records if (r.phase, r.step) == ("train", step)])
+        self._check_model()
         return self.faults
+
+    def _check_model(self) -> None:
+        """Compares the saved model with the last weights, the adapter added once."""
+        saved = load_file(self.folder / "model/model.safetensors")
+        whole = self._whole(self._rounded(self.weights(self.settings["steps"])))
+        for name, want in whole.items():
+            bound = 1e-6 if self.slack == 1 else 0.01 * float(want.abs().max())
+            self.fault(f"the saved {name}", saved[name].double(), want, bound)
 
     # -- what was played -------------------------------------------------------------------------
 
