@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,14 +186,25 @@ class ChatTemplate:
     @cached_property
     def reads_calls(self) -> bool:
         """Whether the calls that the template shows, if it does, are read back."""
-        texts = [self._shown_call(a, n) for a in ({"key": "x"}, '{"key": "x"}') for n in (2, 3)]
+        texts = [
+            self._shown_call(arguments, n, contents=("", "x"))
+            for arguments in ({"key": "x"}, '{"key": "x"}')
+            for n in (2, 3)
+        ]
         shown = next(filter(None, texts), "")
         if not shown or getattr(self.tokenizer, "response_template", None) is not None:
             return True
-        text = self.text.to_text(shown.removeprefix(self._probe(_chat(["user"]))))
+        user, action = _chat(("user", "assistant"))
+        plain = self._probe([user, action | {"content": self.marker(1)}], generation=False)
+        before, _, after = plain.partition(self.marker(1))
+        # a call without a mark is read only where it is the whole action
+        actions = (
+            shown.removeprefix(self._probe([user])),
+            shown.removeprefix(before).removesuffix(after),
+        )
         parameters = {"type": "object", "properties": {"key": {"type": "string"}}}
         tool: Any = SimpleNamespace(name=self._called, parameters=parameters, strict=False)
-        calls = parse_tool_calls(text, [tool])
+        calls = chain(*(parse_tool_calls(self.text.to_text(text), [tool]) for text in actions))
         return ToolCall(name=self._called, arguments={"key": "x"}) in [
             replace(call, id="") for call in calls if isinstance(call, ToolCall)
         ]

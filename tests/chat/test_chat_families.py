@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.chat_families import FAMILIES
 
+from gspo_env.chat.template import ChatTemplate
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.types import Message, Prompt
 from stress import control_tokens as ATTACK
@@ -176,6 +177,32 @@ def test_tools_whose_schema_breaks_the_template_are_listed_in_the_system_message
     text = chat.decode_all(chat.start("go", Prompt(tools=(broken,))))
     assert json.dumps(broken.schema) in text
     assert "cannot show these tools" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("call", "reads"),
+    [
+        ("{{ c.function | tojson }}", True),
+        (
+            '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}',
+            True,
+        ),
+        ("Action: {{ c.function.name }}\nAction Input: {{ c.function.arguments | tojson }}", True),
+        ("[{{ c.function.name }}(key={{ c.function.arguments.key | tojson }})]", True),
+        ("<{{ c.function.name }}><key>x</key></{{ c.function.name }}>", True),
+        ("<tool_call>{{ c.function | tojson }}</tool_call>", True),
+        ("CALL {{ c.function.name }} WITH {{ c.function.arguments | tojson }}", False),
+        ("CALL {{ c.function | tojson }} NOW", False),
+    ],
+)
+def test_calls_of_an_unknown_template_are_read_with_and_without_a_mark(call, reads):
+    tokenizer = FAMILIES["qwen3"]()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert ChatTemplate(tokenizer).reads_calls is reads
 
 
 def test_every_way_to_end_an_action_stops_it():
