@@ -47,6 +47,23 @@ _TEXTS = re.compile(
 _LONG_KEY = re.compile(r"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){32}")
 
 
+def check_output(path: str | Path) -> None:
+    """Refuses an output folder that is not empty or cannot be made; makes nothing.
+
+    Raises:
+        OutputError: It is such a folder.
+    """
+    folder = Path(path).absolute()
+    if folder.is_dir() and any(folder.iterdir()):
+        raise OutputError(f"the output folder {str(path)!r} is not empty; name a new one")
+    place = next(each for each in (folder, *folder.parents) if each.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise OutputError(
+            f"cannot write to the output folder {str(path)!r}, because {str(place)!r} is no folder "
+            "that can be written; name another one with --output"
+        )
+
+
 def check_folder(folder: Path) -> None:
     """Refuses the folder of a run that has links or special files in it.
 

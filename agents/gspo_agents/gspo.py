@@ -35,8 +35,13 @@ from gspo_env.engines import Completion, Engine, Sampling, check_completion
 from gspo_env.env.registration import env_setting, hide_progress_bars
 from gspo_env.errors import ConfigError
 from gspo_env.files import MODEL, SETTINGS
-from gspo_env.health.findings import Finding
-from gspo_env.health.startup import check_changed_files, check_start
+from gspo_env.health.findings import Finding, refuse
+from gspo_env.health.startup import (
+    check_changed_files,
+    check_config,
+    check_settings,
+    check_start,
+)
 from gspo_env.model.head import usable_ids
 from gspo_env.model.load import (
     has_adapter,
@@ -113,6 +118,9 @@ class GSPOAgent:
             dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
         else:
             envs = self.environments.envs
+            check_config(self.config)  # before the demonstrations
+            for finding in self.environments.guard(list, check_settings(self.config, envs)):
+                refuse(finding, strict=self.config.strict)
             self._start = self.environments.guard(make_start, self.config, envs)
             self.model, self.tokenizer = self._start.model, self._start.tokenizer
             self._undemonstrated = self._start.undemonstrated

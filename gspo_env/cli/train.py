@@ -44,7 +44,7 @@ class Train(Run):
 
     def _train(self, ranks: Any = None) -> None:
         from gspo_env.env.registration import load_agent, resolve_env
-        from gspo_env.tracking.multi import check_trackers
+        from gspo_env.health.startup import check_config
 
         config = self.resolved
         if not self.resume:
@@ -52,7 +52,8 @@ class Train(Run):
                 resolve_env(member.spec)
             if config.model:
                 _name_model(config.model)
-        check_trackers(config.tracker)  # before demonstrations, which may take long
+            if ranks is None:  # which may have begun the run before they were restarted
+                check_config(config)
         print(f"gspo-env {__version__}: loading PyTorch and transformers", flush=True)
         kind = load_agent("gspo")
         together, run = {}, self.resume

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.config import Config
+from gspo_env.config import Config, check_estimator
 from gspo_env.credit.estimators import GroupEstimator
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.registration import make_env
+from gspo_env.files import check_output
 from gspo_env.health.findings import Finding, refuse
 from gspo_env.health.rules import IMITATE, find_in_first_steps
 from gspo_env.registry import name_of
@@ -20,6 +21,7 @@ from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, look,
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.runs.run import History
 from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.tracking.multi import check_trackers
 from gspo_env.trust import changed_files
 from gspo_env.types import Group, Task
 
@@ -31,6 +33,21 @@ _PROMPTS = 32
 """First prompts that are read before a run."""
 _NEARLY_ALL = 0.95
 """Share of successes in an evaluation from which their definition is doubtful."""
+
+
+def check_config(config: Config) -> None:
+    """Refuses what can never work: in a second, before PyTorch is loaded and a demonstration plays.
+
+    Raises:
+        ConfigError: Settings contradict each other, or a tracker's address does not answer.
+        MissingExtraError: The engine needs a package that is not installed.
+        OutputError: The output folder is not empty or cannot be made.
+    """
+    if config.output:
+        check_output(config.output)
+    check_estimator(config)
+    getattr(config.engine, "require", lambda: None)()
+    check_trackers(config.tracker)
 
 
 def check_start(

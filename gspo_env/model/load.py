@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gspo_env.errors import ModelError, OutputError
+from gspo_env.files import check_output
 from gspo_env.model.head import plain_model
 from gspo_env.redaction import visible
 
@@ -39,15 +40,13 @@ def make_output(path: str, name: str) -> Path:
     try:
         str(folder.absolute()).encode()  # for the files that name it
         folder.mkdir(parents=True, exist_ok=True)
-        is_empty = not any(folder.iterdir())
         tempfile.TemporaryFile(dir=folder).close()
     except (OSError, ValueError) as error:
         raise OutputError(
             f"cannot write to the output folder {str(folder)!r}: "
             f"{getattr(error, 'strerror', error)}; name one that can be written with --output"
         ) from error
-    if not is_empty:
-        raise OutputError(f"the output folder {str(folder)!r} is not empty; name a new one")
+    check_output(folder)
     return folder
 
 
