@@ -221,6 +221,8 @@ class _Check:
             try:
                 check_by_gymnasium(bare, skip_render_check=True, skip_close_check=True)
             except Exception as error:
+                if "truncates after 1 step" in str(error):  # an episode of one turn may
+                    return
                 self.fail(f"Gymnasium's checker says: {type(error).__name__}: {error}", error)
 
     def hostile_actions(self, seed: int) -> None:
@@ -289,7 +291,12 @@ class _Check:
         self.same(first, self.episode(seed), "after a reset in mid-episode")
         for _ in range(2):
             self.close(self.env)
-        self.same(first, self.episode(seed), "after close()")
+        try:
+            again = self.episode(seed)
+        except EnvironmentCheckError as error:
+            advice = "after close(), and training may reset again: open in reset() what it closes"
+            self.fail(f"{error}; this was {advice}.", error)
+        self.same(first, again, "after close()")
 
     def restores(self, seed: int) -> None:
         """Saves the state in the middle of an episode, and plays the rest from there again."""

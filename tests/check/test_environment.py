@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
+import io
 import random
 import time
 import uuid
@@ -456,3 +457,51 @@ def test_the_check_says_what_counts_as_a_success_where_the_environment_does_not(
     main(["envs", "--check", f"{tmp_path}/own.py:Own"])
     said = capsys.readouterr().out
     assert "ok  success: Every outcome above 0, because the last `info` has no" in said
+
+
+class OneTurn(TextEnv):
+    """Truncates after its only step, or says both."""
+
+    max_turns = 1
+    flags = (False, True)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "go", {}
+
+    def step(self, action):
+        self.require_episode()
+        self.end_turn(False)
+        return "", 1.0, *self.flags, {}
+
+
+@pytest.mark.parametrize("flags", [(False, True), (True, True), (True, False)])
+def test_an_episode_of_one_turn_may_end_in_any_way(flags):
+    assert check_env(type("Fresh", (OneTurn,), {"flags": flags})).ends
+
+
+class Opens(OneTurn):
+    """Opens in `__init__` what `close` closes, or again in `reset`."""
+
+    flags, again = (True, False), False
+
+    def __init__(self):
+        self.file = io.StringIO("go")
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if self.again:
+            self.file = io.StringIO("go")
+        return self.file.read(), {}
+
+    def close(self):
+        self.file.close()
+
+
+def test_what_close_closes_is_opened_by_reset():
+    reads_once = {"reset": lambda self, **kw: (TextEnv.reset(self, **kw), self.file.seek(0))[0]}
+    check_env(type("Fresh", (Opens,), {"again": True}))
+    with pytest.raises(
+        EnvironmentCheckError, match=r"closed file .*; this was after close\(\), and"
+    ):
+        check_env(type("Fresh", (Opens,), reads_once))
