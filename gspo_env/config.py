@@ -326,6 +326,12 @@ def _hint(config: Config, name: str, paths: list[str]) -> str:
     return f"; perhaps you mean {near}" if near else "; `gspo-env train --help` lists all"
 
 
+def _elsewhere(name: str) -> str:
+    """Returns which settings in other tables have a name."""
+    paths = [p for p in flatten(Config(), mappings=False) if p.rpartition(".")[2] == name]
+    return f"; did you mean {' or '.join(paths)}?" if paths else ""
+
+
 def _owners(kind: str, choice: Any, setting: str) -> str:
     """Returns which choices of a kind have a setting, and what the present one takes."""
     owners = [n for n in BUILTIN[kind] if any(f.name == setting for f in _settings(kind, n))]
@@ -363,7 +369,7 @@ def _read_field(default: Any, name: str, value: Any, where: str) -> Any:
             raise ConfigError(f"there is no setting {where}{name}: {instead}")
         near = ", ".join(difflib.get_close_matches(name, names, n=3) or sorted(names))
         hint = _owners(where[:-1], default, name) if where[:-1] in BUILTIN else ""
-        hint = hint or f"; expected one of: {near or 'nothing'}"
+        hint = hint or _elsewhere(name) or f"; expected one of: {near or 'nothing'}"
         raise ConfigError(f"unknown field {where}{name!r}{hint}")
     old = getattr(default, name)
     if not where and name in BUILTIN:

@@ -148,6 +148,13 @@ def test_python_refuses_a_setting_by_name(make, words):
     [
         ("stepz = 3", "unknown field 'stepz'; expected one of: steps"),
         ("[learner]\nlearning_rates = 1", "unknown field learner.'learning_rates'.*learning_rate"),
+        (
+            "learning_rate = 1e-5",
+            r"unknown field 'learning_rate'; did you mean learner.learning_rate\?",
+        ),
+        ("[learner]\nmax_turns = 3", r"learner.'max_turns'; did you mean rollout.max_turns\?"),
+        ("[rollout]\ngroup_sizes = 3", "rollout.'group_sizes'; expected one of: group_size"),
+        ("[rollout]\nsteps = 3", r"rollout.'steps'; did you mean steps\?"),
         ("steps = -1", "steps is -1; expected a number greater than or equal to 0"),
         ("seed = 1e3", "seed is 1000.0; expected a valid integer"),
         ("engine = 'magic'", "engine is 'magic'; expected one of: transformers, vllm"),

@@ -30,7 +30,7 @@ from gspo_env.registry import load_function
 from gspo_env.seeding import HELD_OUT
 from gspo_env.types import ToolCall
 from gspo_envs.data.rewards import Attempt, RewardModel, Rewards, conversation_encoder, load_reward
-from gspo_envs.data.rows import TaskRows
+from gspo_envs.data.rows import TaskRows, open_rows
 
 SUMS = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(5) for b in range(5)]
 
@@ -317,7 +317,6 @@ def test_a_reply_makes_turns_until_it_says_none_or_the_limit_is_reached():
         *(({k: "test"}, f"{k} is 'test'") for k in ("split", "subset", "held_out")),
         ({"held_out": "train"}, "rows that are trained on"),
         ({"data": {"prompt": ["a"]}}, "data is a dict without a row 0"),
-        ({"data": pandas.DataFrame(SUMS)}, "data is a DataFrame without a row 0"),
         ({"held_out": 0.9}, "held_out is 0.9"),
         ({"chat": "all"}, "chat is 'all'"),
         ({"weights": [0]}, "one of them not 0"),
@@ -599,3 +598,58 @@ def test_an_evaluation_plays_each_row_once_before_any_twice(held_out):
     assert count < 6 or picked[:count] != sorted(picked[:count])
     trained = {rows.pick(np.random.default_rng(n), n)[1] for n in range(500)}
     assert held_out != 0.2 or not trained & set(picked)
+
+
+def test_several_files_are_the_rows_of_all_in_their_order(tmp_path):
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.csv"]
+    paths[0].write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    paths[1].write_text("prompt\nthree\nfour\n")
+    for names in (paths, tuple(map(str, paths))):
+        rows = open_rows(names)
+        assert [rows[n]["prompt"] for n in range(len(rows))] == ["one", "two", "three", "four"]
+    env = make_env("gspo/Dataset-v0", data=[*map(str, paths)], rewards=exact_match)
+    assert env.get_wrapper_attr("num_tasks") == 4
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (["train.jsonl"], "data has the file 'train.jsonl', which does not exist, expected files"),
+        (["what is 2?", "and 3?"], r"data has the file 'what is 2\?', which does not exist"),
+        (["x.jsonl", {"prompt": "a"}], r"data has \{'prompt': 'a'\}, expected files, or rows"),
+    ],
+)
+def test_a_list_that_is_neither_files_nor_rows_is_one_sentence(in_folder, data, words):
+    Path("x.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(ConfigError, match=words):
+        open_rows(data)
+
+
+@pytest.mark.parametrize("name", ["X.JSONL", "x.Json", "x.CSV", "x.TSV", "x.Parquet"])
+def test_the_kind_of_a_file_may_be_in_capitals(tmp_path, name):
+    table, path = pyarrow.table({"prompt": ["a", "b"], "answer": ["1", "2"]}), tmp_path / name
+    kind = path.suffix.lower()
+    if kind == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif kind in (".csv", ".tsv"):
+        mark = "," if kind == ".csv" else "\t"
+        path.write_text(f"prompt{mark}answer\na{mark}1\nb{mark}2\n")
+    else:
+        lines = [json.dumps(row) for row in table.to_pylist()]
+        path.write_text("\n".join(lines) if kind == ".jsonl" else f"[{','.join(lines)}]")
+    rows = open_rows(str(path))
+    assert [dict(rows[n]) for n in range(2)] == table.to_pylist()
+
+
+def test_tables_of_pandas_and_arrow_are_rows():
+    rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
+    table = pyarrow.Table.from_pylist(rows)
+    for source in (table, table.to_pandas(), table.to_pandas().set_index([[7, 9]])):
+        assert list(open_rows(source)) == rows
+
+
+def test_a_file_is_not_both_trained_on_and_held_out_where_there_are_several(in_folder):
+    for name in ("a.jsonl", "b.jsonl"):
+        Path(name).write_text('{"prompt": "a"}\n')
+    with pytest.raises(ConfigError, match=r"held_out is 'b.jsonl', the rows that are trained on"):
+        TaskRows(["a.jsonl", "b.jsonl"], held_out="b.jsonl")

@@ -41,8 +41,9 @@ class DatasetEnv(ToolEnv):
     The seed picks the row. Evaluation seeds, from 10**9 on, pick held-out rows.
 
     Args:
-        data: Rows as a sequence of dictionaries, a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`
-            file, a folder that `save_to_disk` wrote, or the name of a Hugging Face dataset.
+        data: Rows as a sequence of dictionaries or a table of pandas, Polars or Arrow; a `.jsonl`,
+            `.json`, `.csv`, `.tsv` or `.parquet` file, or a list of them; a folder that
+            `save_to_disk` wrote, or the name of a Hugging Face dataset.
         rewards: One or several reward specifications; see `gspo_envs.data.rewards.load_reward`.
         weights: One for each reward; 1 by default.
         split: Split of a Hugging Face dataset.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -203,6 +204,9 @@ def open_rows(source: Any, split: str = "train", subset: str | None = None) -> R
         path = Path(os.path.expanduser(source))
         stamp = path.stat().st_mtime_ns if path.exists() else 0
         source = _open_path(str(source), split, subset, stamp)
+    elif isinstance(source, (list, tuple)) and any(map(_is_path, source)):
+        source = _Several([_open_part(part, split, subset) for part in source])
+    source = _rows_of_table(source)
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
         raise ConfigError(f"data is {source!r}, expected rows or where they are.")
     if not len(source):
@@ -218,13 +222,50 @@ def open_rows(source: Any, split: str = "train", subset: str | None = None) -> R
     return rows
 
 
+def _is_path(value: Any) -> bool:
+    return isinstance(value, (str, os.PathLike))
+
+
+def _open_part(part: Any, split: str, subset: str | None) -> Rows:
+    """Opens one of several files."""
+    if not _is_path(part) or not Path(os.path.expanduser(part)).is_file():
+        what = f"the file {str(part)!r}, which does not exist" if _is_path(part) else repr(part)
+        raise ConfigError(f"data has {what:.200}, expected files, or rows that are dictionaries.")
+    return open_rows(part, split, subset)
+
+
+def _rows_of_table(source: Any) -> Any:
+    """Returns the rows of a table of pandas, Polars or Arrow, and other sources as they are."""
+    if hasattr(source, "to_pylist"):
+        return source.to_pylist()
+    if hasattr(source, "to_dicts"):
+        return source.to_dicts()
+    return source.to_dict("records") if hasattr(source, "itertuples") else source
+
+
+class _Several(Sequence[Mapping[str, Any]]):
+    """The rows of several files, one after the other."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: Any) -> Any:
+        part = bisect_right(self._ends, index)
+        return self._parts[part][index - self._ends[part]]
+
+
 @lru_cache(maxsize=16)
 def _open_path(source: str, split: str, subset: str | None, stamp: int) -> Rows:
     """Opens a dataset once per process; a changed `stamp` reopens a changed file."""
     path = Path(os.path.expanduser(source))
-    if path.suffix in (*_READERS, ".parquet") and not path.is_file():
+    suffix = path.suffix.lower()
+    if suffix in (*_READERS, ".parquet") and not path.is_file():
         raise ConfigError(f"data: the file {source} does not exist.")
-    if read := _READERS.get(path.suffix):
+    if read := _READERS.get(suffix):
         if (size := path.stat().st_size) > _MAX_TEXT:
             raise ConfigError(
                 f"data: {path} has {size:,} bytes; expected at most {_MAX_TEXT:,}, or a Parquet "
@@ -236,11 +277,11 @@ def _open_path(source: str, split: str, subset: str | None, stamp: int) -> Rows:
             raise
         except (OSError, ValueError, csv.Error, RecursionError) as error:
             raise ConfigError(f"data: {path} cannot be read: {error}.") from error
-    if path.is_file() and path.suffix != ".parquet":
+    if path.is_file() and suffix != ".parquet":
         kinds = ", ".join(_READERS)
         raise ConfigError(f"data: {path} is of no known kind, expected {kinds} or .parquet.")
     try:
-        if path.suffix == ".parquet":
+        if suffix == ".parquet":
             return _Parquet(path)
         from datasets import DatasetDict, load_dataset, load_from_disk
     except ImportError as error:
@@ -268,7 +309,7 @@ def _read_json(path: Path) -> Rows:
 def _read_csv(path: Path) -> Rows:
     """Reads a table; the first line names the columns."""
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
         rows: list[dict[str, Any]] = list(reader)
         names = reader.fieldnames or []
     if twice := [name for name in names if names.count(name) > 1]:
@@ -329,7 +370,8 @@ def _check_splits(data: Any, split: str, subset: str | None, held_out: Any) -> N
         ConfigError: A setting means nothing for the data, or both are the same rows.
     """
     is_named = isinstance(held_out, (str, os.PathLike))
-    if is_named and str(held_out) in (split, str(data)):
+    files = data if isinstance(data, (list, tuple)) else [data]
+    if is_named and str(held_out) in (split, *(str(file) for file in files if _is_path(file))):
         raise ConfigError(
             f"data: held_out is {held_out!r}, the rows that are trained on, expected others, or 0 "
             "to use all rows for both."
@@ -347,7 +389,7 @@ def _check_splits(data: Any, split: str, subset: str | None, held_out: Any) -> N
 
 
 def _is_one_table(path: Path) -> bool:
-    return path.suffix in (*_READERS, ".parquet") or (path / "state.json").is_file()
+    return path.suffix.lower() in (*_READERS, ".parquet") or (path / "state.json").is_file()
 
 
 def _held_out(held_out: Any, data: Any, subset: str | None) -> tuple[float, Rows | None]:
