@@ -13,8 +13,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import tyro
-
 import gspo_env
 from gspo_env.errors import ConfigError, GspoEnvError
 from gspo_env.redaction import log_to_terminal, redact_text, visible
@@ -91,7 +89,7 @@ def parse(arguments: Sequence[str]) -> Any:
         ConfigError: A file, a choice or a flag is unknown or invalid.
         SystemExit: Help was printed.
     """
-    from gspo_env.cli.options import PRIMITIVES, Run, prepare, read_options
+    from gspo_env.cli.options import Run, prepare, read_options
     from gspo_env.renamed import instead_of
 
     name, *rest = arguments
@@ -117,8 +115,9 @@ def parse(arguments: Sequence[str]) -> Any:
     if issubclass(command, Run):
         default, rest = prepare(command, rest)
     if {"-h", "--help"} & set(rest):
-        prog = f"gspo-env {name}"
-        tyro.cli(command, args=["--help"], default=default, prog=prog, registry=PRIMITIVES)
+        from gspo_env.cli.help import print_help
+
+        print_help(name, command, default)
     return read_options(name, default, rest)
 
 

@@ -12,7 +12,7 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Annotated, Any, NoReturn, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import tyro
 
@@ -36,24 +36,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _MOST_BYTES, _MOST_FAULTS = 1 << 20, 20
 
-PRIMITIVES = tyro.constructors.ConstructorRegistry()
-"""Teaches tyro to read dictionaries as KEY=VALUE."""
 
-
-@PRIMITIVES.primitive_rule
-def _pairs(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-    if info.type != dict[str, Any]:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs="*",
-        metavar="[KEY=VALUE ...]",
-        instance_from_str=lambda texts: dict(map(_pair, texts)),
-        is_instance=lambda value: isinstance(value, dict),
-        str_from_instance=lambda value: [f"{k}={json.dumps(v)}" for k, v in value.items()],
-    )
-
-
-def _pair(text: str) -> tuple[str, Any]:
+def pair(text: str) -> tuple[str, Any]:
+    """Reads KEY=VALUE."""
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"{text!r} is not KEY=VALUE, such as hops=4")
@@ -154,7 +139,7 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     if flags.get("env") == []:
         raise ConfigError("--env has no value")
     env = one_or_several(flags.pop("env", []))
-    env_kwargs = dict(map(_pair, flags.pop("env_kwargs", [])))
+    env_kwargs = dict(map(pair, flags.pop("env_kwargs", [])))
     sources = ("config", "resume", "model")
     choices = {n: _text(n, flags.pop(n)) for n in (*sources, *BUILTIN) if n in flags}
     file, resume, model = (choices.pop(name, "") for name in sources)
@@ -180,7 +165,9 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     config = _with_score_of_file(config, file, "advantage" in choices, env)
     paths = {resolve(config, flag): texts for flag, texts in flags.items()}
     if "--help" in options and (group := options[-1]) != "--help":
-        print_options(config, group)
+        from gspo_env.cli.help import print_options
+
+        print_options(command.__name__.lower(), config, group)
     config = override(config, nested({p: _value(config, p, t) for p, t in paths.items()}))
     shown = {kind: name_of(kind, getattr(config, kind)) for kind in BUILTIN}
     return command(choices=Choices(config=file, **shown), settings=config, **table), options
@@ -337,7 +324,7 @@ def _value(settings: Any, path: str, texts: list[str]) -> Any:
     if isinstance(default, bool) and not texts:
         return True
     if isinstance(default, dict):
-        return dict(map(_pair, texts))
+        return dict(map(pair, texts))
     flag = f"--{path.replace('_', '-')}"
     value: Any = texts if isinstance(default, tuple) else _text(path, texts)
     try:
@@ -366,31 +353,3 @@ def _with_score_of_file(
             *(score, file, format_env(env)),
         )
     return config
-
-
-def print_options(config: Config, group: str) -> NoReturn:
-    """Prints the options of one section and exits.
-
-    Args:
-        config: The settings, whose values are shown as the defaults.
-        group: The section.
-
-    Raises:
-        ConfigError: There is no such section.
-    """
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    sections = [name for name, value in values.items() if dataclasses.is_dataclass(value)]
-    if group not in sections:
-        raise ConfigError(f"there is no section {group!r}; expected one of: {', '.join(sections)}")
-    section: Any = values[group]
-    if not dataclasses.fields(section):
-        title = f"{group} {name_of(group, section)!r}" if group in BUILTIN else group
-        others = f"; --{group} takes: {', '.join(names(group))}" if group in BUILTIN else ""
-        print(f"{title} has no settings{others}")
-        raise SystemExit(0)
-    page: Any = dataclasses.make_dataclass(
-        "Page", [(group, type(section), dataclasses.field(default=section))]
-    )
-    markers = (tyro.conf.FlagConversionOff,)
-    tyro.cli(page, args=["--help"], prog="gspo-env", registry=PRIMITIVES, config=markers)
-    raise SystemExit(0)

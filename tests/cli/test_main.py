@@ -195,6 +195,7 @@ def test_help_lists_every_setting_with_its_default_and_a_page_has_one_group(caps
     with pytest.raises(SystemExit):
         main(["train", "--advantage", "group_gae", "--help", "advantage"])
     page = capsys.readouterr().out
+    assert page.startswith("usage: gspo-env train ")
     assert "--advantage.lam" in page
     assert "--steps" not in page
 
