@@ -119,8 +119,7 @@ def resolve_env(spec: str | type) -> str:
         module = load_module(source)
     except ImportError as error:
         raise UnknownEnvironmentError(
-            f"{source!r} of the environment cannot be imported: {str(error).rstrip('.')}"
-            f"{f'; expected {source}.py:{name}' if os.path.isfile(f'{source}.py') else ''}."
+            f"{source!r} of the environment cannot be imported: {str(error).rstrip('.')}."
         ) from error
     if name in registry:
         _OURS[name] = None

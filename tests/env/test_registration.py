@@ -155,12 +155,15 @@ def test_an_environment_without_its_methods_or_without_text_is_refused():
         gspo_env.make_env(Bare)
 
 
-def test_a_file_without_its_suffix_is_named(monkeypatch, tmp_path):
-    (tmp_path / "without_suffix.py").write_text("")
+def test_a_file_of_the_working_folder_is_found_without_its_suffix(monkeypatch, tmp_path):
+    (tmp_path / "without_suffix.py").write_text(
+        "import gspo_env\n\n\nclass Mine(gspo_env.TextEnv):\n    pass\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as the command's
-    with pytest.raises(UnknownEnvironmentError, match=r"expected without_suffix\.py:Mine\.$"):
-        gspo_env.resolve_env("without_suffix:Mine")
+    assert gspo_env.resolve_env("without_suffix:Mine").startswith("custom/Mine")
+    with pytest.raises(UnknownEnvironmentError, match="without_suffix has no environment 'Other'"):
+        gspo_env.resolve_env("without_suffix:Other")
 
 
 def test_environments_are_described():
