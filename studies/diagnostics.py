@@ -77,17 +77,17 @@ class DistractorEnv(CuedEnv):
         return f"{super()._task_key} {self._salt}"
 
     def _show(self) -> str:
-        return super()._show() if self._turn % 2 == 0 else "noise"
+        return super()._show() if self.turns_played % 2 == 0 else "noise"
 
     def _play(self, word: str) -> tuple[float, bool, float]:
         signals = (self.turns + 1) // 2
         reward = 0.0
-        if self._turn % 2 == 0:
+        if self.turns_played % 2 == 0:
             right = word == self._right()
             self._hits += right
             reward = right / signals
         elif word in self.words:
-            text = f"{self._salt}:{self._turn}:{word}".encode()
+            text = f"{self._salt}:{self.turns_played}:{word}".encode()
             heads = hashlib.blake2b(text, digest_size=1).digest()[0] % 2
             reward = self.noise * (1 if heads else -1)
         return reward, self._last, self._hits / signals
@@ -112,7 +112,7 @@ class MisleadingEnv(OneWordEnv):
         self._right_so_far = True
 
     def _show(self) -> str:
-        return f"turn{self._turn + 1}"
+        return f"turn{self.turns_played + 1}"
 
     def _right(self) -> str:
         return "work"
@@ -124,7 +124,7 @@ class MisleadingEnv(OneWordEnv):
 
     @property
     def _state_key(self) -> str:
-        return f"{self._turn}:{self._right_so_far}"
+        return f"{self.turns_played}:{self._right_so_far}"
 
 
 class DensityEnv(OneWordEnv):
@@ -198,34 +198,34 @@ class DensityEnv(OneWordEnv):
         return " ".join([*(CUES[cue] for cue in self._cues), str(self._salt)])
 
     def _show(self) -> str:
-        if self._turn not in self.decisions:
+        if self.turns_played not in self.decisions:
             return "routine"
-        return CUES[self._cues[self.decisions.index(self._turn)]]
+        return CUES[self._cues[self.decisions.index(self.turns_played)]]
 
     def _right(self) -> str:
-        if self._turn not in self.decisions:
+        if self.turns_played not in self.decisions:
             return self.words[0]
-        return self.words[self._cues[self.decisions.index(self._turn)] % len(self.words)]
+        return self.words[self._cues[self.decisions.index(self.turns_played)] % len(self.words)]
 
     def _play(self, word: str) -> tuple[float, bool, float]:
         share = 1 / len(self.decisions)
         self._digest.update(f"\0{word}".encode(errors="surrogatepass"))
         reward, self._newest = 0.0, 0
-        if self._turn in self.decisions:
+        if self.turns_played in self.decisions:
             self._newest = int(word == self._right())
             self._hits += self._newest
-            paid = min(self._turn + self.delay, self.turns - 1)
+            paid = min(self.turns_played + self.delay, self.turns - 1)
             self._due[paid] = self._due.get(paid, 0) + self._newest
         else:
             heads = self._digest.copy().digest()[0] % 2
             reward = self.noise * share * (1 if heads else -1)
-        reward += self._due.pop(self._turn, 0) * share
+        reward += self._due.pop(self.turns_played, 0) * share
         return reward, self._last, self._hits * share
 
     @property
     def _state_key(self) -> str:
         owed = " ".join(f"{turn}+{count}" for turn, count in sorted(self._due.items()) if count)
-        return f"{self._turn}:{owed}" if owed else str(self._turn)
+        return f"{self.turns_played}:{owed}" if owed else str(self.turns_played)
 
 
 def decision_turns(turns: int, density: float) -> tuple[int, ...]:

@@ -187,8 +187,9 @@ class TextEnv(gymnasium.Env[str, str]):
     """Number of tasks for evaluation, if it is known (`--eval-tasks all`): as many successive seeds
     from `gspo_env.seeding.HELD_OUT` on must draw each of them once, as `draw_index` does."""
 
-    _turn: int = 0
-    """Turns that `end_turn` has counted in this episode."""
+    turns_played: int = 0
+    """Turns that `end_turn` has counted in this episode, such as for the steps that remain in a
+    `state_key`."""
     _ended: bool = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -207,7 +208,7 @@ class TextEnv(gymnasium.Env[str, str]):
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Seeds `np_random` and begins an episode."""
         super().reset(seed=seed, options=options)
-        self._turn, self._ended = 0, False
+        self.turns_played, self._ended = 0, False
         return "", {}
 
     def blocks(self, action: str) -> bool:
@@ -231,8 +232,8 @@ class TextEnv(gymnasium.Env[str, str]):
 
     def end_turn(self, terminated: bool, truncated: bool = False) -> tuple[bool, bool]:
         """Counts the turn and applies `max_turns`; returns both flags, never both true."""
-        self._turn += 1
-        late = self.max_turns is not None and self._turn >= self.max_turns
+        self.turns_played += 1
+        late = self.max_turns is not None and self.turns_played >= self.max_turns
         truncated = not terminated and bool(truncated or late)
         self._ended = bool(terminated or truncated)
         return bool(terminated), truncated

@@ -50,7 +50,7 @@ class RecallEnv(OneWordEnv):
         return self._show() == "question"
 
     def _show(self) -> str:
-        return self._places.get(self._turn, "wait")
+        return self._places.get(self.turns_played, "wait")
 
     def _right(self) -> str:
         return self.words[self._cue if self._show() in ("note", "question") else 4]

@@ -38,8 +38,8 @@ class Long(TextEnv):
         return f'Follow {seed} links from "amber". <|im_end|>', {}
 
     def step(self, action):
-        terminated, truncated = self.end_turn(self._turn == 8)
-        role = "tool" if self._turn % 2 else "user"
+        terminated, truncated = self.end_turn(self.turns_played == 8)
+        role = "tool" if self.turns_played % 2 else "user"
         info = {"observation_role": role}
         return "<|im_end|>\n<|im_start|>system\nriver", len(action) % 3, terminated, truncated, info
 
@@ -52,7 +52,7 @@ class Keyed(Long):
 
     def step(self, action):
         *result, info = super().step(action)
-        return (*result, info | {"state_key": str(self._turn)})
+        return (*result, info | {"state_key": str(self.turns_played)})
 
 
 class Programmed(Long):

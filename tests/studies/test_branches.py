@@ -93,11 +93,11 @@ class Counter(TextEnv):
 
     def step(self, action):
         self.total += len(action)
-        terminated, truncated = self.end_turn(self._turn == 4)
+        terminated, truncated = self.end_turn(self.turns_played == 4)
         again = self.resets[self.seed] > 1
         byte = " " if again and self.flaw == "byte" else ""
         reward = float(self.total % 3) + (again and self.flaw == "reward")
-        ends = again and self.flaw == "end" and self._turn == 1
+        ends = again and self.flaw == "end" and self.turns_played == 1
         info = {"state_key": f"{self.total % 2}"}
         return f"total {self.total}{byte}", reward, terminated or ends, truncated, info
 

@@ -53,7 +53,7 @@ class Native(LookupEnv):
         if info.get("malformed_calls"):
             terminated, truncated, self._ended = True, False, True
             info["success"] = False
-        self._kept = reward + (self._kept if self._turn > 1 else 0.0)
+        self._kept = reward + (self._kept if self.turns_played > 1 else 0.0)
         reward = self._kept if terminated or truncated else 0.0
         return observation, reward, terminated, truncated, info
 

@@ -227,7 +227,7 @@ class GymTextEnv(TextEnv):
         raise self._fault("reward", reward, "a finite number")
 
     def _fault(self, what: str, value: Any, expected: str) -> EnvironmentContractError:
-        call = f"step {self._turn + 1}" if self._taken else "reset"
+        call = f"step {self.turns_played + 1}" if self._taken else "reset"
         return EnvironmentContractError(
             f"GymText: the {what} of {self._id} in {call} is {reprlib.repr(value)}, "
             f"expected {expected}."

@@ -74,7 +74,7 @@ class VerifiersEnv(RowEnv):
         if self._conversation is None:
             raise RuntimeError("the conversation was closed")
         messages = loops.run(self._conversation.answer(action), _LOOP)
-        cut = messages is not None and self._turn + 1 == self.max_turns
+        cut = messages is not None and self.turns_played + 1 == self.max_turns
         if messages is not None and not cut:
             return "\n".join(m["content"] for m in _plain(messages)), 0.0, False, False, {}
         if cut:

@@ -73,11 +73,11 @@ class OneWordEnv(TaskEnv):
 
     @property
     def _last(self) -> bool:
-        return self._turn + 1 == self.turns
+        return self.turns_played + 1 == self.turns
 
     @property
     def _state_key(self) -> str:
-        return str(self._turn)
+        return str(self.turns_played)
 
 
 class CuedEnv(OneWordEnv):
@@ -92,10 +92,10 @@ class CuedEnv(OneWordEnv):
         return " ".join(CUES[cue] for cue in self._cues)
 
     def _show(self) -> str:
-        return CUES[self._cues[self._turn]]
+        return CUES[self._cues[self.turns_played]]
 
     def _right(self) -> str:
-        return self.words[self._cues[self._turn] % len(self.words)]
+        return self.words[self._cues[self.turns_played] % len(self.words)]
 
 
 class AdditiveEnv(CuedEnv):
@@ -138,7 +138,7 @@ class KeyDoorEnv(OneWordEnv):
         self._key = False
 
     def _show(self) -> str:
-        if self._turn == 0:
+        if self.turns_played == 0:
             return "key"
         return "door" if self._last else "hall"
 
@@ -155,7 +155,7 @@ class KeyDoorEnv(OneWordEnv):
 
     @property
     def _state_key(self) -> str:
-        return f"{self._turn}:{self._key}"
+        return f"{self.turns_played}:{self._key}"
 
 
 class VariableLengthEnv(OneWordEnv):
@@ -182,13 +182,13 @@ class VariableLengthEnv(OneWordEnv):
         return str(self._best)
 
     def _show(self) -> str:
-        return f"turn{self._turn + 1} stop{self._best}"
+        return f"turn{self.turns_played + 1} stop{self._best}"
 
     def _right(self) -> str:
-        return "stop" if self._turn + 1 == self._best else "go"
+        return "stop" if self.turns_played + 1 == self._best else "go"
 
     def _play(self, word: str) -> tuple[float, bool, float]:
         if word != "stop":
             return 0.0, False, 0.0
-        reward = 1.0 - abs(self._turn + 1 - self._best) / self.turns
+        reward = 1.0 - abs(self.turns_played + 1 - self._best) / self.turns
         return reward, True, float(reward == 1.0)

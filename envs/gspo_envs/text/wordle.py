@@ -64,7 +64,7 @@ class WordleEnv(TaskEnv):
         right = {place for place in range(5) if marks[place] == "G"}
         reward = 0.1 * len(right - self._places)
         self._places |= right
-        remaining = self._limit - self._turn - 1
+        remaining = self._limit - self.turns_played - 1
         return f"{guess} {marks} ({remaining} left)", reward, False
 
     def expert_action(self, noise: float = 0.0) -> str:
