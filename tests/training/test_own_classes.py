@@ -15,7 +15,7 @@ from gspo_env.files import saved_step
 from gspo_env.registry import name_of
 
 SCRIPT = """
-from mine import Scaled
+from own_loss_of_a_script import Scaled
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.credit.estimators import ReturnsToGo
 from gspo_env.settings import settings
@@ -48,7 +48,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     (folder / "sub").mkdir()
     (folder / "sub" / "script.py").write_text(SCRIPT)
-    (folder / "sub" / "mine.py").write_text(MODULE)
+    (folder / "sub" / "own_loss_of_a_script.py").write_text(MODULE)
     command = [sys.executable, "sub/script.py"]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(
@@ -63,7 +63,7 @@ def test_a_training_says_at_once_what_a_resume_will_need(trained):
     line = next(line for line in trained[1].splitlines() if line.startswith("own classes"))
     assert line.split() == [
         *["own", "classes", "train", "--resume", "will", "need"],
-        *("--advantage", "sub/script.py:Own", "--loss", "sub/mine.py:Scaled"),
+        *("--advantage", "sub/script.py:Own", "--loss", "sub/own_loss_of_a_script.py:Scaled"),
     ]
     assert trained[1].index("own classes") < trained[1].index("imitation")
 
@@ -87,11 +87,18 @@ def test_a_resume_takes_the_files_of_the_classes_and_keeps_their_settings(
 ):
     monkeypatch.chdir(trained[0])
     said = refused(
-        capsys, "train", "--resume", "out", "--steps", "2", "--loss", "sub/mine.py:Scaled"
+        capsys,
+        "train",
+        "--resume",
+        "out",
+        "--steps",
+        "2",
+        "--loss",
+        "sub/own_loss_of_a_script.py:Scaled",
     )
     assert "__main__:Own" in said
     assert "--advantage FILE.py:Own" in said
-    flags = ["--advantage", "sub/script.py:Own", "--loss", "sub/mine.py:Scaled"]
+    flags = ["--advantage", "sub/script.py:Own", "--loss", "sub/own_loss_of_a_script.py:Scaled"]
     main(["train", "--resume", "out", "--steps", "2", *flags])
     assert saved_step(Path("out/model")) == 2
     config = load_toml("out/config.toml")
@@ -106,8 +113,8 @@ def test_a_resume_takes_the_files_of_the_classes_and_keeps_their_settings(
 def test_a_module_in_the_working_folder_is_found(trained, monkeypatch, capsys):
     monkeypatch.chdir(trained[0] / "sub")
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(Path.cwd()))])
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.delitem(sys.modules, "own_loss_of_a_script", raising=False)
     with pytest.raises(SystemExit) as end:
-        main(["train", "--loss", "mine:Scaled", "--help", "loss"])
+        main(["train", "--loss", "own_loss_of_a_script:Scaled", "--help", "loss"])
     assert not end.value.code
     assert "--loss.by" in capsys.readouterr().out

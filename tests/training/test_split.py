@@ -183,8 +183,10 @@ def test_a_key_that_does_not_follow_from_the_seed_is_an_error(chat):
 def test_all_eval_tasks_are_those_of_each_environment_that_has_a_list(tmp_path, in_folder, capsys):
     for name, count in (("a.jsonl", 30), ("b.jsonl", 50)):
         Path(name).write_text("".join(f'{{"prompt": "{name} {n}?"}}\n' for n in range(count)))
+    Path("paid.py").write_text("def reward(attempt):\n    return float(len(attempt.text))\n")
     env = ("a=gspo/Dataset-v0:0.9", "b=gspo/Dataset-v0:0.1")
-    kwargs = {name: {"data": f"{name}.jsonl", "held_out": 0.2} for name in "ab"}
+    given = {"held_out": 0.2, "rewards": "paid.py:reward"}
+    kwargs = {name: {"data": f"{name}.jsonl"} | given for name in "ab"}
     config = drawn(env=env, env_kwargs=kwargs, eval_tasks="all")
     agent = GSPOAgent(config=config)
     assert agent.config.eval_tasks == 16
