@@ -13,6 +13,7 @@ from gspo_env.config import Config
 from gspo_env.env.registration import load_agent
 from gspo_env.errors import ConfigError
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.registry import find
 from gspo_env.seeding import HELD_OUT
 from gspo_envs.adapters.textarena import load_opponent, random_opponent
 
@@ -104,7 +105,9 @@ def test_a_folder_is_an_opponent_that_repeats_with_the_seed(tmp_path, monkeypatc
     shape = Tiny(
         hidden_size=32, demonstrations=60, imitation_steps=30, imitation_learning_rate=1e-2
     )
-    config = Config.from_recipe(shape, rollout={"max_turn_tokens": 8, "max_context": 1024})
+    limits = {"max_turn_tokens": 8, "max_context": 1024}
+    by_player = find("advantage", "examples/self_play.py:ByPlayer")()
+    config = Config.from_recipe(shape, rollout=limits, advantage=by_player)
     agent = load_agent("gspo")(env="examples/self_play.py:Nim", config=config)
     agent.warm_up()
     agent.save(tmp_path / "rival")
