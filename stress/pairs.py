@@ -31,7 +31,7 @@ import time
 import traceback
 import typing
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -545,6 +545,23 @@ def prepare(folder: Path) -> None:
     save_file(others, "teacher/model.safetensors", {"format": "pt"})
 
 
+def apart(work: Callable[[], object]) -> None:
+    """Does work in a fork: threads that this process had would be missing in the forks of rows."""
+    process = os.fork()
+    if not process:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    if os.waitpid(process, 0)[1]:
+        raise SystemExit(1)
+
+
 def in_fork(row: Row, folder: Path, number: int, plant: str = "") -> dict[str, Any]:
     """Plays a row in a process of its own; returns how it ended."""
     place = folder / f"row-{number}"
@@ -602,7 +619,7 @@ def main() -> None:
     folder = Path(options.folder or tempfile.mkdtemp(prefix="pairs-")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "start").exists():
-        prepare(folder)
+        apart(lambda: prepare(folder))
     os.chdir(folder)
     if options.set:
         row = {name: values[0] for name, values in domains_cache().items()}
@@ -613,6 +630,7 @@ def main() -> None:
             )
         print(json.dumps(result := in_fork(row, folder, 0), indent=1).replace("\\n", "\n"))
         sys.exit(result["end"] == "wrong")
+    apart(lambda: forbidden(folder))
     refused = forbidden(folder)
     if options.matrix:
         print(matrix(refused))
