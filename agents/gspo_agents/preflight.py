@@ -136,7 +136,9 @@ def memory(sizes: Sizes, config: Config, tokens: float, longest: int) -> dict[st
     half_cpu = sizes.on_cpu and weight == 2  # its kernels have their own weights and float32 keys
     copies = is_whole * (config.loss.needs_reference + (half_cpu or sizes.packed))
     row = max(min(learner.microbatch_tokens, tokens), min(longest, tokens))
-    kept = row * _KEPT * sizes.width * weight * (_CHECKPOINTED if learner.checkpointing else 1)
+    activations = (
+        row * _KEPT * sizes.width * weight * (_CHECKPOINTED if learner.checkpointing else 1)
+    )
     gradients = 4.0 * trained
     saved = (min((state + 4.0) * trained, _FILE) - gradients) * sizes.on_cpu
     cached = longest * sizes.cached_token * weight / sizes.weight * (1.5 if half_cpu else 1)
@@ -148,7 +150,7 @@ def memory(sizes: Sizes, config: Config, tokens: float, longest: int) -> dict[st
         "cache": _slots(sizes, config) * cached,
         "program": _PROGRAM * sizes.on_cpu,
         # gradients come in place of the activations of the only row
-        "largest pass": max(kept - gradients * (tokens <= row), saved, 0.0),
+        "largest pass": max(activations - gradients * (tokens <= row), saved, 0.0),
     }
     return {name: size for name, size in parts.items() if size}
 
@@ -326,8 +328,8 @@ def group_memory(mount: Path, membership: str) -> float:
         mount: Where the groups are mounted; in a container, its own group may be the outermost.
         membership: What `/proc/self/cgroup` says.
     """
-    least, own = math.inf, mount / membership.partition("0::/")[2].strip()
-    for group in (own, *own.parents):
+    least, innermost = math.inf, mount / membership.partition("0::/")[2].strip()
+    for group in (innermost, *innermost.parents):
         files = [group / f"memory.{kind}" for kind in ("max", "current", "stat")]
         if all(file.is_file() for file in files) and "max" not in (limit := files[0].read_text()):
             counts = dict(line.split() for line in files[2].read_text().splitlines())

@@ -137,10 +137,10 @@ def _in_loss(episode: Episode, values: FloatArray) -> FloatArray:
         replaced = turn.info.token_advantages is not None
         masks.append(np.full(count, not replaced) if replaced or mask is None else np.array(mask))
     if len(values) != len(masks):
-        kept: FloatArray = values[np.concatenate(masks)]
+        trained: FloatArray = values[np.concatenate(masks)]
     else:
-        kept = values[[bool(mask.any()) or not mask.size for mask in masks]]
-    return kept
+        trained = values[[bool(mask.any()) or not mask.size for mask in masks]]
+    return trained
 
 
 def _times(rows: Sequence[Sequence[FloatArray]], factor: float) -> list[list[FloatArray]]:

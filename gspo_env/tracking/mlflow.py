@@ -7,6 +7,7 @@ once, and the id of a trace is derived from the run's and its own key.
 from __future__ import annotations
 
 import base64
+import fcntl
 import hashlib
 import json
 import logging
@@ -141,7 +142,9 @@ class MLflow:
         """Does something with the store, in the limit of time; the errors are MLflow's own."""
         try:
             # A server that sends a byte now and then would keep a socket with a timeout for hours.
-            return run_in_daemon(work, "mlflow").result(OPENING)
+            return run_in_daemon(partial(_one_at_a_time, self.address, work), "mlflow").result(
+                OPENING
+            )
         except Exception as error:
             reason = str(error) or f"no answer within {OPENING:g} seconds"
             name = "tracker.tracking_uri" if self.tracking_uri else "MLFLOW_TRACKING_URI"
@@ -257,6 +260,20 @@ class MLflowTracker(Tracker):
         versions = client.search_model_versions(f"run_id = '{self.id}'")
         if not any(version.name == name for version in versions):
             client.create_model_version(name, f"{self._artifacts.rstrip('/')}/{MODEL}", self.id)
+
+
+def _one_at_a_time(address: str, work: Callable[[], T]) -> T:
+    """Opens a store while no other process does: two would both make the tables of a new file."""
+    scheme, _, path = (address or "sqlite:///mlflow.db").partition(":///")
+    folder = Path(path).parent
+    if scheme != "sqlite" or not folder.is_dir():
+        return work()
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return work()
+    finally:
+        os.close(descriptor)
 
 
 def _open_client(settings: MLflow) -> MlflowClient:

@@ -1,6 +1,8 @@
 import contextlib
 import math
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -423,3 +425,26 @@ def test_what_a_server_sends_does_not_act_on_the_terminal(capfd):
         MLflow(tracking_uri=uri).check()
     shown = f"{caught.value}{''.join(capfd.readouterr())}"
     assert not {"\x1b", "\u202e"} & set(shown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["", "sqlite:///store.db"])
+def test_runs_that_start_at_the_same_time_share_a_new_store(in_folder, address):
+    program = (
+        "import sys, pathlib, mlflow.tracking\n"
+        "from gspo_env.tracking.mlflow import MLflow\n"
+        "from gspo_env.tracking.base import RunInfo\n"
+        "folder = pathlib.Path(sys.argv[1]); folder.mkdir()\n"
+        "print('ready', flush=True); sys.stdin.read()\n"
+        f"MLflow(tracking_uri={address!r}).start(RunInfo(name='run', folder=folder))\n"
+    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    runs = [
+        subprocess.Popen([sys.executable, "-c", program, f"run-{n}"], **pipes) for n in range(3)
+    ]
+    for run in runs:
+        assert run.stdout.readline() == b"ready\n"
+    for run in runs:
+        run.stdin.close()
+    faults = [run.stderr.read().decode() for run in runs]
+    assert [run.wait(120) for run in runs] == [0, 0, 0], "\n".join(faults)

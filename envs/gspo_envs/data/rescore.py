@@ -31,7 +31,7 @@ async def rescore(
         weights: One for each reward, or none.
         settings: The other arguments of the environment.
     """
-    own = Rewards("rescore", list(rewards), list(weights))
+    scorer = Rewards("rescore", list(rewards), list(weights))
     opened = {name: settings[name] for name in ("split", "subset", "held_out") if name in settings}
     data = settings.get("data")
     rows = TaskRows(data, **opened) if data else None
@@ -41,9 +41,9 @@ async def rescore(
         if rows is not None:
             task = group.task
             row, _ = rows.pick(np_random(task.seed)[0], task.seed, task.options.get("row"))
-        episodes = tuple(_score(episode, own, row, settings) for episode in group.episodes)
+        episodes = tuple(_score(episode, scorer, row, settings) for episode in group.episodes)
         scored.append(replace(group, episodes=episodes))
-    add = own.of_group(settings.get("success"))
+    add = scorer.of_group(settings.get("success"))
     if add:
         scored = await asyncio.gather(*map(add, scored))
     log = FaultLog()
