@@ -14,6 +14,7 @@ import time
 import httpx2
 import pytest
 from support.jails import eventually, is_alive
+from support.serving_policy import hang_up
 
 from gspo_env.check import check_env
 from gspo_env.env.base import Action
@@ -93,6 +94,19 @@ def make():
             return env
 
         yield one
+
+
+@pytest.fixture
+def replies(monkeypatch):
+    """The futures of the answers to all requests that arrive."""
+    arrived, ask_inbox = [], Inbox.ask
+
+    def asked(inbox, request):
+        arrived.append(ask_inbox(inbox, request))
+        return arrived[-1]
+
+    monkeypatch.setattr(Inbox, "ask", asked)
+    return arrived
 
 
 @pytest.fixture
@@ -247,18 +261,19 @@ def test_a_posted_reward_counts_for_the_turn_of_its_answer_and_not_once_that_has
     assert statuses == [200, 409]
 
 
-def test_requests_at_the_same_time_are_turns_in_the_order_of_arrival(make):
+def test_requests_at_the_same_time_are_turns_in_the_order_of_arrival(make, replies):
     async def program(task, base_url, api_key):
-        async def part(name, delay):
-            await asyncio.sleep(delay)
+        async def part(name, before):
+            while len(replies) < before:
+                await asyncio.sleep(0.01)
             return await ask_async(base_url, api_key, name, agent=name)
 
-        return await asyncio.gather(part("a", 0), part("b", 0.3)) == ["to a", "to b"]
+        return await asyncio.gather(part("b", 1), part("a", 0)) == ["to b", "to a"]
 
     env = make(program)
     observation, info = env.reset(seed=0)
     assert (observation, info["agent"]) == ("a", "a")
-    time.sleep(0.6)
+    assert eventually(lambda: len(replies) == 2)
     observation, _, _, _, info = env.step("to a")
     assert (observation, info["agent"]) == ("b", "b")
     assert env.step("to b")[1] == 1.0
@@ -366,22 +381,18 @@ def test_a_task_that_the_program_changes_is_not_changed_for_others(begin):
     assert env.reset(options={"row": 0})[0] == "What is 1 + 0?"
 
 
-def test_a_request_that_the_program_gives_up_is_no_turn_unless_the_policy_had_begun(make):
-    given_up = threading.Event()
+def test_a_request_that_the_program_gives_up_is_no_turn_unless_the_policy_had_begun(make, replies):
+    begun = threading.Event()
 
     def program(task, base_url, api_key):
-        for text in ("given up", "given up too"):
-            body = {"messages": [{"role": "user", "content": text}]}
-            with contextlib.suppress(httpx2.TimeoutException):
-                limit = httpx2.Timeout(20.0, read=0.5)
-                post(base_url, api_key, "/chat/completions", body, timeout=limit)
-        given_up.set()
+        hang_up(base_url, api_key, "given up", begun.is_set)
+        hang_up(base_url, api_key, "given up too", lambda: len(replies) == 2)
         ask(base_url, api_key, "kept")
 
     env = make(program)
-    assert env.reset(seed=0)[0] == "given up"  # it had arrived
-    assert given_up.wait(30)
-    time.sleep(0.2)  # until the server has seen it
+    assert env.reset(seed=0)[0] == "given up"
+    begun.set()
+    assert eventually(lambda: [reply.cancelled() for reply in replies] == [True, True, False])
     assert env.step("into the void")[0] == "kept"
     assert env.step("x")[2]
 
