@@ -204,7 +204,7 @@ def _check_prompts(
     shown = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
     return Finding(
         name="no_turn",
-        text=f"No episode can have a turn: the first prompts have {shown} tokens, and "
+        text=f"No episode of {env_id} can have a turn: the first prompts have {shown} tokens, and "
         f"rollout.max_context {limits.max_context} less rollout.max_turn_tokens "
         f"{limits.max_turn_tokens} leaves {available}.",
         advice="Raise max_context or lower max_turn_tokens.",

@@ -83,8 +83,12 @@ def stopped(capsys, name, *arguments):
     ("name", "arguments", "words"),
     [
         ("Plain", ("--group-size", "1"), "rollout.group_size is 1, and the estimator"),
-        ("Wordy", (), "No episode can have a turn: the first prompts have 8"),
-        ("Plain", ("--max-context", "33"), "No episode can have a turn: the first prompts"),
+        ("Wordy", (), "No episode of custom/Wordy-v0 can have a turn: the first prompts have 8"),
+        (
+            "Plain",
+            ("--max-context", "33"),
+            "No episode of custom/Plain-v0 can have a turn: the first",
+        ),
         ("Long", (), "reset() observation is 200000 characters long; expected at most 16384"),
         ("Yes", (), "info['success'] is 'yes' of type str, expected a bool"),
         ("Duel", (), "'returns_to_go' credits all turns with those of the first: the policy would"),
