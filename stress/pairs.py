@@ -5,6 +5,7 @@
     python stress/pairs.py --triples --hours 2   # triples, as many as fit into the time
     python stress/pairs.py --plant               # ten planted faults, each caught by a row
     python stress/pairs.py --matrix              # what cannot be combined
+    python stress/pairs.py --published           # combinations that others have published
 
 The settings come from the tree of `Config` and from the registry, so a new choice is in by itself.
 A row trains a tiny model for three steps, repeats the last one as after a kill, and is evaluated,
@@ -17,10 +18,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
+import importlib
 import io
+import itertools
 import json
 import os
-import pickle
 import random
 import re
 import shutil
@@ -30,7 +33,6 @@ import tempfile
 import time
 import traceback
 import typing
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,14 +42,19 @@ sys.path.insert(0, str(HERE))
 
 import pairs_envs
 import torch
-from allpairspy import AllPairs
 from pairs_oracle import Run
 from safetensors.torch import load_file, save_file
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_agents.setup import check_learning
+from gspo_env.cli.diagnose import Diagnose
+from gspo_env.cli.evaluate import Evaluate
+from gspo_env.cli.rescore import Rescore
+from gspo_env.cli.sync import Sync
+from gspo_env.cli.view import View
 from gspo_env.config import Config, override
 from gspo_env.errors import ConfigError, GspoEnvError, TrainingError
+from gspo_env.health.startup import check_start
 from gspo_env.registry import BUILTIN, find
 from gspo_env.tracking.base import flatten
 
@@ -64,6 +71,8 @@ BASE = {
     "loss": {"clip_low": 0.02, "clip_high": 0.03},
     "rollout": {"max_retries": 0},
 }
+HEAD = "| settings | the sentence, of one of them |"
+"""The first line of the table of what cannot be combined."""
 OTHER_KINDS = ("recipe",)
 """Kinds of choices that say what a run begins with: all rows begin with the same model."""
 ELSEWHERE = {
@@ -152,6 +161,8 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
         "env_kwargs": {"program": f"{ENVS}:ask", "data": "rows.jsonl"},
     },
 }
+OWN = ("old_logprobs", "aggregation", "ratio_level", "max_tokens")
+"""Settings of a loss whose usual value stands for the loss's own."""
 EXACT = ("Words", "Final", "Both", "Masked", "Edited", "several", "lookup")
 """Environments with `blocking = False`, whose resumed runs have the bits of uninterrupted ones."""
 
@@ -175,6 +186,7 @@ def domains() -> dict[str, list[Any]]:
     return {name: options for name, options in values.items() if len(options) > 1}
 
 
+@functools.cache
 def _usual(kind: str) -> str:
     return {"tracker": "none"}.get(kind) or next(
         name for name in BUILTIN[kind] if isinstance(getattr(Config(), kind), find(kind, name))
@@ -260,22 +272,10 @@ def tree(row: Row) -> dict[str, Any]:
         if path in ("env", "threads", *BUILTIN):
             continue
         if section in BUILTIN:
-            cls = find(section, changes.get(section, {}).get("name", _usual(section)))
-            hint = typing.get_type_hints(cls).get(name)
-            literal = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-            if (
-                hint is None
-                or (literal and value not in literal)
-                or name in changes.get(section, {})
-            ):
+            if not _has_value(section, row.get(section, (_usual(section), {})), path, value):
                 continue
-            if name in (
-                "old_logprobs",
-                "aggregation",
-                "ratio_level",
-                "max_tokens",
-            ) and value == _default(path):
-                continue  # the choice's own
+            if name in OWN and value == _default(path):
+                continue
         flat[path] = value
     for path, value in flat.items():
         place = changes
@@ -290,6 +290,7 @@ def tree(row: Row) -> dict[str, Any]:
     return changes
 
 
+@functools.cache
 def _default(path: str) -> Any:
     return flatten(Config()).get(path)
 
@@ -300,19 +301,18 @@ def config(row: Row) -> Config:
     return override(base, {**tree(row), "output": "run"})
 
 
+def usual_row() -> Row:
+    """Returns the usual value of each setting."""
+    return {name: values[0] for name, values in domains_cache().items()}
+
+
 def differing(row: Row) -> Row:
     """Returns what differs from the usual values."""
-    return {name: value for name, value in row.items() if value != domains_cache()[name][0]}
+    values = domains_cache()
+    return {name: v for name, v in row.items() if v != values.get(name, [None])[0]}
 
 
-_DOMAINS: dict[str, list[Any]] = {}
-
-
-def domains_cache() -> dict[str, list[Any]]:
-    """Returns `domains`, once."""
-    if not _DOMAINS:
-        _DOMAINS.update(domains())
-    return _DOMAINS
+domains_cache = functools.cache(domains)
 
 
 def title(row: Row) -> str:
@@ -331,10 +331,17 @@ def refusal(row: Row) -> str:
     """Returns the sentence with which a row is refused before anything is played; empty if not."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            agent = GSPOAgent(config=config(row))
+            # a child process takes seconds
+            agent = GSPOAgent(config=config({**row, "rollout.isolation": "thread"}))
             check_learning(agent.model, agent.config, agent.chat)
-    except GspoEnvError as error:
-        return f"{type(error).__name__}: {error}"
+            envs = agent.environments
+            check = functools.partial(check_start, undemonstrated=())
+            envs.guard(check, agent.config, envs.envs, agent.chat)
+            envs.close()
+    except (ConfigError, TrainingError) as error:
+        return str(error)
+    except GspoEnvError:
+        return ""  # it is wrong, and the row shows it
     return ""
 
 
@@ -342,6 +349,8 @@ def play(row: Row, start: Path) -> dict[str, Any]:
     """Plays a row in the working folder; returns how it ended."""
     if row.get("threads", 1) == 1:
         os.environ["OMP_NUM_THREADS"] = "1"
+    figure: Any = importlib.import_module("matplotlib.figure").Figure
+    figure.savefig = lambda *_, **__: None  # a quarter of the time
     stage, begun = "check", time.process_time()
     try:
         agent = GSPOAgent(config=config(row))
@@ -359,9 +368,10 @@ def play(row: Row, start: Path) -> dict[str, Any]:
             faults += work() or []
     except GspoEnvError as error:
         text = f"{type(error).__name__}: {error}"
-        early = stage == "check" or (stage == "train" and not Path("run/metrics.jsonl").exists())
-        settings = isinstance(error, ConfigError | TrainingError)
-        how = "refused" if early else "refused late" if settings and stage == "train" else "wrong"
+        settings = isinstance(error, ConfigError | TrainingError) and stage in ("check", "train")
+        how = "refused" if settings else "wrong"
+        if settings and Path("run/metrics.jsonl").exists():
+            how = "refused late"
         return {"end": how, "text": text, "stage": stage, "cpu": time.process_time() - begun}
     except BaseException:
         return {
@@ -433,11 +443,6 @@ def points(run: Path) -> dict[str, list[float]]:
 
 def commands(row: Row, run: Path) -> dict[str, Any]:
     """Returns the commands to try on a run; each returns what is wrong."""
-    from gspo_env.cli.diagnose import Diagnose
-    from gspo_env.cli.evaluate import Evaluate
-    from gspo_env.cli.rescore import Rescore
-    from gspo_env.cli.sync import Sync
-    from gspo_env.cli.view import View
 
     def quiet(command: Any) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -469,52 +474,156 @@ def commands(row: Row, run: Path) -> dict[str, Any]:
 # -- the rows --------------------------------------------------------------------------------------
 
 
-def covering(size: int, seed: int, forbidden: Sequence[Row]) -> list[Row]:
-    """Returns rows that have every combination of so many values that is not forbidden."""
-    values = domains_cache()
-    names = list(values)
-    draw = random.Random(seed)
-    order = [draw.sample(options, len(options)) if seed else options for options in values.values()]
-
-    def allowed(partial: Sequence[Any]) -> bool:
-        row = dict(zip(names, partial, strict=False))
-        return not any(all(n in row and row[n] == v for n, v in f.items()) for f in forbidden)
-
-    pairs = AllPairs(order, filter_func=allowed, n=size)
-    return [dict(zip(names, each, strict=True)) for each in pairs]
+Forbidden = dict[str, list[Any]]
+"""Values of two settings or more, none of which goes with another."""
 
 
-def forbidden(folder: Path) -> dict[str, tuple[Row, str]]:
-    """Returns the smallest combinations that are refused at once, with their sentences."""
-    refused: dict[str, tuple[Row, str]] = {}
+def covering(
+    size: int, seed: int, refused: Sequence[Forbidden], done: Sequence[Row] = ()
+) -> tuple[list[Row], list[Row]]:
+    """Returns rows that have every combination of so many values, and those that no row can have.
+
+    A choice's setting is unusual only in rows whose choice has it.
+
+    Args:
+        size: How many settings a combination has.
+        seed: Draws the order of the settings.
+        refused: What no row may have.
+        done: Rows whose combinations need no other row.
+    """
+    values, draw = domains_cache(), random.Random(seed)
+    where = {name: n for n, name in enumerate(values)}
+    bans = [
+        {where[n]: {values[n].index(v) for v in options} for n, options in ban.items()}
+        for ban in [*refused, *ownership()]
+    ]
+    banned = {n: [ban for ban in bans if n in ban] for n in where.values()}
+
+    def fits(row: dict[int, int], n: int) -> bool:
+        return not any(all(row.get(k, -1) in v for k, v in ban.items()) for ban in banned[n])
+
+    def combos(row: dict[int, int], n: int | None = None) -> Iterator[tuple[Any, ...]]:
+        others = sorted(item for item in row.items() if item[0] != n)
+        for rest in itertools.combinations(others, size if n is None else size - 1):
+            yield rest if n is None else tuple(sorted([*rest, (n, row[n])]))
+
+    def filled(row: dict[int, int]) -> dict[int, int] | None:
+        rest = [n for n in where.values() if n not in row]
+        draw.shuffle(rest)
+        for n in sorted(rest, key=lambda n: [*values][n] not in BUILTIN):
+            options = [o for o in range(len(values[[*values][n]])) if fits({**row, n: o}, n)]
+            if not options:
+                return None
+            gains = {o: sum(c in missing for c in combos({**row, n: o}, n)) for o in options}
+            best = max(gains.values())
+            row[n] = draw.choice([o for o in options if gains[o] == best])
+        return row
+
+    every = [(where[n], range(len(options))) for n, options in values.items()]
+    missing = dict.fromkeys(
+        tuple(zip([n for n, _ in each], picks, strict=True))
+        for each in itertools.combinations(every, size)
+        for picks in itertools.product(*(options for _, options in each))
+    )
+    for row in done:
+        for combo in combos({where[n]: values[n].index(v) for n, v in row.items()}):
+            missing.pop(combo, None)
+    rows, without = [], []
+    while missing:
+        first = next(iter(missing))
+        start = dict(first)
+        possible = all(fits(start, n) for n in start)
+        row = next(filter(None, (filled({**start}) for _ in range(9 * possible))), None)
+        named = {[*values][n]: values[[*values][n]][o] for n, o in sorted((row or start).items())}
+        (without if row is None else rows).append(named)
+        for combo in combos(row) if row else [first]:
+            missing.pop(combo, None)
+    return rows, without
+
+
+def ownership() -> list[Forbidden]:
+    """Returns each unusual value of a choice's setting with the choices that lack it."""
+    result = []
+    for path, options in domains_cache().items():
+        section = path.rpartition(".")[0]
+        for value in options[1:] if section in BUILTIN else ():
+            lacking = [v for v in choices(section) if not _has_value(section, v, path, value)]
+            result.append({section: lacking, path: [value]} if section in domains_cache() else {})
+    return [ban for ban in result if ban and all(ban.values())]
+
+
+def choices(kind: str) -> list[Any]:
+    """Returns the values of a choice."""
+    return domains_cache().get(kind, [(_usual(kind), {})])
+
+
+def _has_value(kind: str, choice: Any, path: str, value: Any) -> bool:
+    setting = path.rpartition(".")[2]
+    hint = _hints(kind, choice[0]).get(setting)
+    literal = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else (value,)
+    return hint is not None and value in literal and setting not in choice[1]
+
+
+@functools.cache
+def _hints(kind: str, name: str) -> dict[str, Any]:
+    return typing.get_type_hints(find(kind, name))
+
+
+def forbidden(folder: Path) -> list[tuple[Forbidden, str]]:
+    """Returns the combinations that are refused at once, each with a sentence of one of them.
+
+    Those of the table in docs/reference.md are tried first.
+    """
     os.chdir(folder)
-    if Path("refused.pickle").exists():  # of a call before, with the same --folder
-        return typing.cast(Any, pickle.loads(Path("refused.pickle").read_bytes()))
-    for _ in range(20):
-        rows = covering(2, 0, [row for row, _ in refused.values()])
-        news = 0
-        for row in rows:
-            if any(all(row[n] == v for n, v in f.items()) for f, _ in refused.values()):
-                continue
-            if refusal(row):
-                least = smallest(row)
-                if title(least) not in refused:
-                    news += 1
-                    refused[title(least)] = {n: row[n] for n in differing(least)}, refusal(least)
-        if not news:
+    refused: list[tuple[Forbidden, str]] = []
+    for ban, _ in read_matrix():
+        sentences = [refusal(usual_row() | combination) for combination in combinations(ban)]
+        if all(sentences):
+            refused.append((ban, sentences[0]))
+    for turn in range(9):
+        size = len(refused)
+        for row in covering(2, turn, [ban for ban, _ in refused])[0]:
+            bans = [ban for ban, _ in refused]
+            if not matches(row, bans) and refusal(row):
+                ban = widest(smallest(row, bans), bans)
+                refused.append((ban, refusal(usual_row() | combinations(ban)[0])))
+                print(refused[-1], file=sys.stderr, flush=True)
+        if len(refused) == size:
             break
-    Path("refused.pickle").write_bytes(pickle.dumps(refused))
     return refused
 
 
-def smallest(row: Row) -> Row:
-    """Returns a row with as few unusual values as are refused."""
+def combinations(ban: Forbidden) -> list[Row]:
+    """Returns the values of a refused combination, one of each setting."""
+    return [dict(zip(ban, picks, strict=True)) for picks in itertools.product(*ban.values())]
+
+
+def matches(row: Row, bans: Sequence[Forbidden]) -> bool:
+    """Returns whether one of some combinations is in a row."""
+    return any(all(row[n] in values for n, values in ban.items()) for ban in bans)
+
+
+def smallest(row: Row, bans: Sequence[Forbidden]) -> Row:
+    """Returns a row with as few unusual values as are refused, for a reason that is not known."""
     row = dict(row)
     for name in row:
         usual = {**row, name: domains_cache()[name][0]}
-        if usual != row and refusal(usual):
+        if usual != row and not matches(usual, bans) and refusal(usual):
             row = usual
     return row
+
+
+def widest(row: Row, bans: Sequence[Forbidden]) -> Forbidden:
+    """Returns the values that are refused with each other, of which a row has some."""
+    values = domains_cache()
+
+    def new(name: str, value: Any) -> bool:
+        changed = {**row, name: value}
+        return not matches(changed, bans) and bool(refusal(changed))
+
+    usual = [n for n in row if row[n] == values[n][0]]
+    names = [n for n in row if n not in usual or not all(new(n, v) for v in values[n][1:])]
+    return {n: [v for v in values[n] if new(n, v)] for n in names}
 
 
 def prepare(folder: Path) -> None:
@@ -564,31 +673,44 @@ def apart(work: Callable[[], object]) -> None:
 
 def in_fork(row: Row, folder: Path, number: int, plant: str = "") -> dict[str, Any]:
     """Plays a row in a process of its own; returns how it ended."""
+    process, place = begin(row, folder, number, plant)
+    _, status = os.waitpid(process, 0)
+    return end(process, place, status)
+
+
+def begin(row: Row, folder: Path, number: int, plant: str = "") -> tuple[int, Path]:
+    """Begins to play a row in a process of its own; returns the process and its folder."""
     place = folder / f"row-{number}"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
+    if (folder / "store.db").exists():  # the tables of MLflow, which take seconds to make
+        shutil.copy(folder / "store.db", place)
     for name in ("start", "teacher", "rows.jsonl"):
         (place / name).symlink_to(folder / name)
     process = os.fork()
-    if not process:
-        os.setsid()
-        log = os.open(place / "log.txt", os.O_WRONLY | os.O_CREAT, 0o600)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.chdir(place)
-        signal.alarm(LIMIT)
-        result: dict[str, Any] = {"end": "wrong", "text": "no result", "stage": "", "cpu": 0.0}
-        try:
-            if plant:
-                from pairs_plants import PLANTS
+    if process:
+        return process, place
+    os.setsid()
+    log = os.open(place / "log.txt", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(place)
+    signal.alarm(LIMIT)
+    result: dict[str, Any] = {"end": "wrong", "text": "no result", "stage": "", "cpu": 0.0}
+    try:
+        if plant:
+            from pairs_plants import PLANTS
 
-                PLANTS[plant].put()
-            result = play(row, folder / "start")
-        finally:
-            (place / "result.json").write_text(json.dumps(result))
-            sys.stdout.flush()
-            os._exit(0)
-    _, status = os.waitpid(process, 0)
+            PLANTS[plant].put()
+        result = play(row, folder / "start")
+    finally:
+        (place / "result.json").write_text(json.dumps(result))
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def end(process: int, place: Path, status: int) -> dict[str, Any]:
+    """Returns how a row ended, whose process has; what it has started ends too."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)
     if not (place / "result.json").exists():
@@ -604,16 +726,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=0, help="play so many; 0 plays all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the order of the rows")
-    parser.add_argument("--only", default="", help="numbers of rows, such as 3,17")
+    parser.add_argument("--jobs", type=int, default=2, help="rows that are played at a time")
+    parser.add_argument(
+        "--results",
+        default="",
+        help="append to this file; combinations that are done there are not played again, rows "
+        "that were wrong are",
+    )
     parser.add_argument("--triples", action="store_true")
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--plant", action="store_true")
+    parser.add_argument("--published", action="store_true")
     parser.add_argument("--matrix", action="store_true")
     parser.add_argument("--folder", default="", help="keep the rows that went wrong here")
     parser.add_argument(
         "--set", nargs="*", default=[], help="play one row: env=Words loss.kl_coef=0.05"
     )
     options = parser.parse_args()
+    for name in ("matplotlib.figure", "mlflow.tracking", "peft"):
+        importlib.import_module(name)  # once, and not in each row
     os.environ.pop("OMP_NUM_THREADS", None)  # rows have one thread or two
     torch.set_num_threads(1)
     folder = Path(options.folder or tempfile.mkdtemp(prefix="pairs-")).resolve()
@@ -622,7 +753,7 @@ def main() -> None:
         apart(lambda: prepare(folder))
     os.chdir(folder)
     if options.set:
-        row = {name: values[0] for name, values in domains_cache().items()}
+        row = usual_row()
         for each in options.set:
             name, _, text = each.partition("=")
             row[name] = next(
@@ -630,53 +761,100 @@ def main() -> None:
             )
         print(json.dumps(result := in_fork(row, folder, 0), indent=1).replace("\\n", "\n"))
         sys.exit(result["end"] == "wrong")
-    apart(lambda: forbidden(folder))
-    refused = forbidden(folder)
+    if options.published:
+        sys.exit(play_published(folder))
     if options.matrix:
-        print(matrix(refused))
+        apart(lambda: print(matrix(forbidden(folder))))
         return
+    refused = read_matrix()
+    bans = [ban for ban, _ in refused]
+    past = read_results(Path(options.results)) if options.results else []
+    done = [row for row, how in past if how == "done"]
+    rows = [row for row, how in past if how == "wrong"]
     size = 3 if options.triples else 2
-    rows = covering(size, options.seed, [row for row, _ in refused.values()])
-    print(f"{len(rows)} rows; {len(refused)} combinations are refused at once", flush=True)
-    for name, (_, sentence) in refused.items():
-        print(f"  {name}: {sentence}", flush=True)
-    if matrix(refused) not in (HERE.parent / "docs/reference.md").read_text():
-        print("the table in docs/reference.md is not that of --matrix")
-        sys.exit(1)
+    more, without = covering(size, options.seed, bans, [*done, *rows])
+    rows += more
+    print(f"{len(rows)} rows; {len(without)} combinations of {size} values are in none", flush=True)
+    apart(lambda: check_table(refused, [] if options.triples else rows))
     if options.plant:
         sys.exit(plant_all(rows, folder))
-    numbers = list(range(len(rows)))
-    if options.only:
-        numbers = [int(n) for n in options.only.split(",")]
-    elif options.rows or options.triples:
-        random.Random(options.seed).shuffle(numbers)
-        numbers = numbers[: options.rows or len(numbers)]
-    sys.exit(play_all(rows, numbers, folder, options.hours * 3600 if options.triples else 1e9))
+    if options.rows or options.triples:
+        random.Random(options.seed).shuffle(rows)
+        rows = rows[: options.rows or len(rows)]
+    seconds = options.hours * 3600 if options.triples else 1e9
+    sys.exit(play_all(rows, folder, options.jobs, seconds, options.results))
 
 
-def play_all(rows: Sequence[Row], numbers: Sequence[int], folder: Path, seconds: float) -> int:
-    """Plays rows one after the other; returns 1 if one is wrong."""
-    end, counts = time.monotonic() + seconds, dict.fromkeys(("done", "refused", "wrong"), 0)
-    cpu, late = 0.0, dict[str, str]()
-    for n in numbers:
-        if time.monotonic() > end:
-            break
-        result = in_fork(rows[n], folder, n)
+def read_results(file: Path) -> list[tuple[Row, str]]:
+    """Returns the rows of a file of results whose settings still exist, and how they last ended."""
+    ends: dict[str, tuple[Row, str]] = {}
+    texts = {n: {json.dumps(v): v for v in options} for n, options in domains_cache().items()}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        result = json.loads(line)
+        row = {n: texts[n].get(json.dumps(result["row"].get(n)), texts) for n in texts}
+        if texts not in row.values():
+            ends[json.dumps(row)] = row, result["end"]
+    return [*ends.values()]
+
+
+def check_table(refused: Sequence[tuple[Forbidden, str]], rows: Sequence[Row]) -> None:
+    """Raises SystemExit if the table has what is not refused, or lacks what is, or is not clear."""
+    faults = []
+    for ban, sentence in refused:
+        print(f"  refused: {sentence}", flush=True)
+        if refusal(usual_row() | combinations(ban)[0]) != sentence:
+            faults.append(f"not refused so: {ban}")
+        if not is_clear(ban, sentence):
+            faults.append("the sentence does not name two of the settings, or not what to change")
+    faults += [f"not in the table: {sentence}" for row in rows if (sentence := refusal(row))]
+    if faults:
+        print(*faults, "python stress/pairs.py --matrix makes the table", sep="\n", flush=True)
+        raise SystemExit(1)
+
+
+def play_all(rows: Sequence[Row], folder: Path, jobs: int, seconds: float, results: str) -> int:
+    """Plays rows, some at a time; returns 1 if one is wrong."""
+    until, counts = time.monotonic() + seconds, dict.fromkeys(("done", "refused", "wrong"), 0)
+    late, running, cpu = dict[str, str](), dict[int, tuple[int, Path]](), 0.0
+    waiting = [*enumerate(rows)]
+    while running or (waiting and time.monotonic() < until):
+        while waiting and len(running) < jobs and time.monotonic() < until:
+            number, row = waiting.pop(0)
+            process, place = begin(row, folder, number)
+            running[process] = number, place
+        process, status = os.wait()
+        number, place = running.pop(process)
+        result = end(process, place, status)
         cpu += result["cpu"]
-        how = result["end"].partition(" ")[0]
-        counts[how] += 1
-        if how == "refused":
-            late[result["text"]] = title(rows[n])
-        if how == "wrong":
-            print(
-                f"row {n} is wrong ({result['stage']}): {title(rows[n])}\n{result['text']}",
-                flush=True,
-            )
+        counts[result["end"].partition(" ")[0]] += 1
+        if results:
+            with Path(results).open("a") as file:
+                file.write(json.dumps({**result, "row": rows[number]}) + "\n")
+        if result["end"].startswith("refused"):
+            late[result["text"]] = title(rows[number])
+        if result["end"] == "wrong":
+            where = f"row {number} is wrong ({result['stage']}): {title(rows[number])}"
+            print(f"{where}\n{result['text']}", flush=True)
     for sentence, name in late.items():
         print(f"refused: {sentence}\n  in {name}")
     played = sum(counts.values())
-    print(f"{played} rows, {cpu / max(1, played):.1f} s of CPU each: {counts}")
+    print(f"{played} of {len(rows)} rows, {cpu / max(1, played):.1f} s of CPU each: {counts}")
     return int(counts["wrong"] > 0 or not played)
+
+
+def play_published(folder: Path) -> int:
+    """Plays published combinations; returns 1 if one is wrong."""
+    from pairs_published import PUBLISHED
+
+    wrong = 0
+    for name, each in PUBLISHED.items():
+        chosen = {k: (v, {}) if k in BUILTIN else v for k, v in each.settings.items()}
+        row = usual_row() | chosen
+        result = in_fork(row, folder, 0)
+        wrong += result["end"] == "wrong"
+        lacking = f"; lacking: {each.lacking}" if each.lacking else ""
+        print(f"{name}: {result['end']} {result['text']}{lacking}", flush=True)
+    return int(wrong > 0)
 
 
 def plant_all(rows: Sequence[Row], folder: Path) -> int:
@@ -686,7 +864,7 @@ def plant_all(rows: Sequence[Row], folder: Path) -> int:
     missed = 0
     for name, plant in PLANTS.items():
         fit = {f"row {n}": row for n, row in enumerate(rows) if _has(row, plant.needs)}
-        chosen = dict([*fit.items()][:2]) | {"the usual row": _usual_row(plant.needs)}
+        chosen = dict([*fit.items()][:2]) | {"the usual row": _planted_row(plant.needs)}
         caught = ""
         for which, row in chosen.items():
             if in_fork(row, folder, 0)["end"] != "done":
@@ -700,9 +878,9 @@ def plant_all(rows: Sequence[Row], folder: Path) -> int:
     return int(missed > 0)
 
 
-def _usual_row(needs: Mapping[str, Any]) -> Row:
+def _planted_row(needs: Mapping[str, Any]) -> Row:
     """Returns the usual values, with those that a planted fault needs."""
-    row = {name: values[0] for name, values in domains_cache().items()}
+    row = usual_row()
     for name, need in needs.items():
         wanted = need.split() if isinstance(need, str) else need
         wanted = wanted if isinstance(wanted, list | tuple) else [wanted]
@@ -723,24 +901,67 @@ def _has(row: Row, needs: Mapping[str, Any]) -> bool:
     )
 
 
-def matrix(refused: Mapping[str, tuple[Row, str]]) -> str:
-    """Returns the table of what cannot be combined; combinations with one sentence share a row."""
-    groups: dict[tuple[Any, ...], list[tuple[list[str], str]]] = defaultdict(list)
-    for row, error in refused.values():
-        values = [str(v[0] if isinstance(v, tuple) else v) for v in row.values()]
-        sentence = error.partition(": ")[2]
-        bare = sentence
-        for value in values:
-            bare = re.sub(rf"\b{re.escape(value)}\b", "…", bare)
-        groups[(*row, bare)].append((values, sentence))
-    lines = []
-    for (*names, _), combinations in groups.items():
-        columns = [
-            sorted(set(column)) for column in zip(*(v for v, _ in combinations), strict=True)
+def is_clear(ban: Forbidden, sentence: str) -> bool:
+    """Returns whether a sentence names two of the settings, or the only one, and what to change."""
+
+    def is_named(name: str, values: Sequence[Any]) -> bool:
+        texts = [v[0] if isinstance(v, tuple) else v for v in values]
+        words = [name.rpartition(".")[2], *(text for text in texts if isinstance(text, str))]
+        return any(re.search(rf"\b{re.escape(word)}\b", sentence, re.I) for word in words)
+
+    named = sum(is_named(name, values) for name, values in ban.items())
+    advises = re.search(r"expected|use |raise |lower |name |--", sentence, re.I)
+    return named >= min(2, len(ban)) and bool(advises)
+
+
+def matrix(refused: Sequence[tuple[Forbidden, str]]) -> str:
+    """Returns the table of what cannot be combined."""
+    lines = [
+        f"| {' with '.join(f'`{n}` {_listed(n, v)}' for n, v in ban.items())} | {sentence} |"
+        for ban, sentence in refused
+    ]
+    return "\n".join([HEAD, "|---|---|", *sorted(lines)])
+
+
+def _listed(name: str, values: Sequence[Any]) -> str:
+    """Returns values as text; a choice whose settings do not matter by its name alone."""
+    domain = domains_cache()[name]
+
+    def texts(chosen: Sequence[Any]) -> str:
+        alone = [
+            value if all(v in chosen for v in domain if v[0] == value[0]) else None
+            for value in chosen
+            if isinstance(value, tuple)
         ]
-        cells = [f"`{n}` {', '.join(c)}" for n, c in zip(names, columns, strict=True)]
-        lines.append(f"| {' with '.join(cells)} | {min(s for _, s in combinations)} |")
-    return "\n".join(["| settings | the sentence, of one of them |", "|---|---|", *sorted(lines)])
+        words = [v[0] if v in alone else _texts(v)[-1] for v in chosen]
+        return ", ".join(sorted(set(words)))
+
+    others = "all but " + texts([v for v in domain if v not in values])
+    return min(texts(values), others, key=len) if len(values) < len(domain) else texts(values)
+
+
+def _texts(value: Any) -> list[str]:
+    """Returns the name of a value, and the name with its settings if it has some."""
+    if not isinstance(value, tuple):
+        return [str(value)]
+    return [value[0], " ".join([value[0], *(f"{k}={v}" for k, v in value[1].items())])]
+
+
+def read_matrix() -> list[tuple[Forbidden, str]]:
+    """Returns the combinations of the table in docs/reference.md, each with its sentence."""
+    table = (HERE.parent / "docs/reference.md").read_text().partition(HEAD)[2].partition("\n\n")[0]
+    refused = []
+    for line in table.splitlines()[2:]:
+        cells, _, sentence = line.strip("| ").partition(" | ")
+        ban = {}
+        for name, listed in re.findall(r"`([\w.]+)` (.*?)(?= with `|$)", cells):
+            words = listed.removeprefix("all but ").split(", ")
+            options = domains_cache().get(name, [])
+            named = [v for v in options if any(text in words for text in _texts(v))]
+            but = listed.startswith("all but ")
+            ban[name] = [v for v in options if (v in named) != but]
+        refused.append((ban, sentence))
+    return refused
 
 
 if __name__ == "__main__":

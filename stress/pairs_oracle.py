@@ -558,7 +558,10 @@ class Credit:
     def __init__(self, run: Run, step: int, records: Sequence[Any], weights: Any) -> None:
         self.run, self.settings = run, run.settings["advantage"]
         self.name = self.settings["name"]
-        self.bound = 1e-6 if self.name != "distillation" else 1e-4 * run.slack
+        self.bound = 1e-6
+        if self.name == "distillation":  # sums of log-probabilities, each with its own noise
+            terms = sum(self.settings["gamma"] ** (2 * k) for k in range(50))
+            self.bound = 1e-4 * run.slack * math.sqrt(terms)
         file = run.folder / f"checkpoints/step-{step:06d}/state.json"
         self.scores = json.loads(file.read_text())["score"]
         self.rows: dict[str, list[np.ndarray] | None] = {}
@@ -647,6 +650,8 @@ class Credit:
         self.size = rms
 
     def _times(self, factor: float) -> None:
+        if self.name == "distillation":  # the noise of log-probabilities grows with the factor
+            self.bound *= max(1.0, factor)
         self.rows = {
             key: None if rows is None else [row * factor for row in rows]
             for key, rows in self.rows.items()
