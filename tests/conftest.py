@@ -7,15 +7,9 @@ import sqlite3
 from types import SimpleNamespace
 
 import hypothesis
-import numpy as np
 import pytest
-from support.learners import sample_of
 
-from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.env.registration import make_env
-from gspo_env.learner.stats import UpdateStats, to_cpu
-from gspo_env.recipes.build import build, build_model, build_tokenizer, imitation_samples, warm_up
-from gspo_env.recipes.tiny import Tiny
+# the process that starts the test processes reads this file too, and needs no heavy library
 from gspo_env.runtime.processes import usable_cores
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are more test processes than cores
@@ -52,18 +46,31 @@ def in_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def empty_store(tmp_path_factory):
+def shared_file(tmp_path_factory):
+    """Returns the path of a file that the first test process writes, and the others read."""
+
+    def share(name, write):
+        base = tmp_path_factory.getbasetemp()
+        base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+        with (base / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (base / name).exists():
+                write(base / name)
+        return base / name
+
+    return share
+
+
+@pytest.fixture(scope="session")
+def empty_store(shared_file):
     """The file of a new store of MLflow; all test processes copy it, since making one is slow."""
     import sqlalchemy
     from mlflow.store.db import utils
 
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    with (base / "empty.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (base / "empty.db").exists():
-            utils._initialize_tables(sqlalchemy.create_engine(f"sqlite:///{base / 'empty.db'}"))
-    return base / "empty.db"
+    def write(path):
+        utils._initialize_tables(sqlalchemy.create_engine(f"sqlite:///{path}"))
+
+    return shared_file("empty.db", write)
 
 
 @pytest.fixture
@@ -83,6 +90,8 @@ def quick_store(empty_store, monkeypatch):
 @pytest.fixture(scope="session")
 def tokenizer():
     """A word tokenizer with a ChatML template."""
+    from gspo_env.recipes.build import build_tokenizer
+
     return build_tokenizer(
         WORDS, ['<tool_call>{"name": "lookup", "arguments": {"key": "', '"}}</tool_call>']
     )
@@ -91,12 +100,17 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def chat(tokenizer):
     """The chat tokenizer over the tiny tokenizer."""
+    from gspo_env.chat.transcript import ChatTokenizer
+
     return ChatTokenizer(tokenizer)
 
 
 @pytest.fixture
 def model(tokenizer):
     """A tiny Qwen3 with random weights, large enough to prefer some ids."""
+    from gspo_env.recipes.build import build_model
+    from gspo_env.recipes.tiny import Tiny
+
     shape = Tiny(hidden_size=32, initializer_range=0.02)
     tiny = build_model(shape, len(tokenizer), tokenizer.eos_token_id, 0)
     for parameter in tiny.parameters():
@@ -106,8 +120,15 @@ def model(tokenizer):
 
 
 @pytest.fixture(scope="session")
-def player():
+def player(shared_file):
     """A real model after a short warm-up on the look-up environment: it ends its turns."""
+    import torch
+
+    from gspo_env.chat.transcript import ChatTokenizer
+    from gspo_env.env.registration import make_env
+    from gspo_env.recipes.build import build, imitation_samples, warm_up
+    from gspo_env.recipes.tiny import Tiny
+
     env_id = "gspo/Lookup-v0"
     env = make_env(env_id)
     config = Tiny(
@@ -116,12 +137,20 @@ def player():
     tiny, words, demonstrations = build({env_id: env}, config, seed=0)
     chat = ChatTokenizer(words)
     samples = imitation_samples(demonstrations, chat)
-    warm_up(tiny, samples, config, 0, lambda step, loss: None)
+
+    def write(path):
+        warm_up(tiny, samples, config, 0, lambda step, loss: None)
+        torch.save(tiny.state_dict(), path)
+
+    tiny.load_state_dict(torch.load(shared_file("player.pt", write)))
     return SimpleNamespace(env_id=env_id, model=tiny, tokenizer=words, chat=chat, samples=samples)
 
 
 def make_samples(rng, count, vocabulary=200):
     """Random multi-turn samples."""
+    import numpy as np
+    from support.learners import sample_of
+
     samples = []
     for _ in range(count):
         spans = [
@@ -135,11 +164,15 @@ def make_samples(rng, count, vocabulary=200):
 @pytest.fixture
 def samples():
     """A dozen random multi-turn samples."""
+    import numpy as np
+
     return make_samples(np.random.default_rng(0), 12)
 
 
 def gradients_and_metrics(learner, samples):
     """The gradient by parameter name and the metrics, without an optimiser step."""
+    from gspo_env.learner.stats import UpdateStats, to_cpu
+
     (minibatch,) = learner.score(learner.prepare(samples))
     stats = UpdateStats(
         passes=to_cpu(learner.backward(minibatch)),

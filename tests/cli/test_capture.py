@@ -27,7 +27,7 @@ import httpx2 as httpx
 def run(task, base_url=None, api_key=None):
     messages = [{"role": "user", "content": task["question"]}]
     headers = {"authorization": f"Bearer {api_key}", "x-agent": "asker"}
-    with httpx.Client(base_url=base_url, headers=headers) as client:
+    with httpx.Client(base_url=base_url, headers=headers, verify=False) as client:
         for follow in ("sure?", None):
             got = client.post("/chat/completions", json={"messages": messages})
             got.raise_for_status()

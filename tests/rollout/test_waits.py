@@ -115,7 +115,8 @@ async def infinite(self, group):
 )
 def test_a_group_reward_that_hangs_or_fails_costs_its_group(chat, blocking, reward, reason, words):
     make = type("Fresh", (Small,), {"blocking": blocking, "group_reward": reward})
-    running = collector(chat, make)
+    limit = 1.0 if reason is StopReason.ENV_TIMEOUT else 60.0
+    running = collector(chat, make, episode_timeout=limit)
     lost, played = collect(running)
     assert [e.stop_reason for e in lost.episodes] == [reason] * 2
     assert all(words in e.error and not e.success for e in lost.episodes)

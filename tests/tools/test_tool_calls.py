@@ -321,7 +321,7 @@ def test_hostile_text_is_never_an_error(text):
         *('{"name": "a", "parameters": {}};', "{", "[", "</think>", "[TOOL_CALLS]a[CALL_ID]"),
         *("<|tool_call>call:a{'", '<|tool_call>call:a{"\\', '\\"', "<|tool_call_begin|>functions1"),
         *("<|tool_call_begin|>functions" + "1" * 9_999, "to=functions.a", "<|python_start|>{"),
-        *("[TOOL_CALLS]a[ARGS]{}" + "b[ARGS]{}" * 100_000, "[ARGS]{}a", "```\n{"),
+        *("[TOOL_CALLS]a[ARGS]{}" + "b[ARGS]{}" * 30_000, "[ARGS]{}a", "```\n{"),
         '```\n{"name": "a", "arguments": {}}\n```\n',
         *(f"{MINIMAX}<a>", "<a>{", "</a>", "```tool_code\na(", "<|open|>call tool=", "<escape>"),
         *("<|tools_prefix|>[", "<function name=a>", "<invoke name=a><parameter name=", "[THINK]"),
@@ -333,8 +333,8 @@ def test_hostile_text_is_never_an_error(text):
         *("<look><word><word>", "<look><word></look>", "<function=a><parameter=b></function>"),
     ],
 )  # fmt: skip
-def test_a_megabyte_of_hostile_text_is_read_once(unit):
-    text = unit * (1_000_000 // len(unit))
+def test_a_long_hostile_text_is_read_once(unit):
+    text = unit * max(1, 300_000 // len(unit))
     message, malformed = parse_message(text, TOOLS)  # a quadratic search takes minutes
     assert malformed <= 33
     assert len(message.content) <= len(text)
