@@ -48,6 +48,9 @@ class Credit:
     """Share of the groups in which every advantage is zero, those of the environment included."""
     baseline_fallbacks: int
     """Turns without a baseline of their own, because too few episodes reach them."""
+    length_biased_groups: float
+    """Share of the groups in which turns pay, episodes end by themselves after different numbers of
+    turns, and the estimator pays or fines one more turn."""
     rms: float
     """Root mean square of the advantages."""
     seconds: float
@@ -64,6 +67,7 @@ class Credit:
         return {
             "rollout/zero_variance_groups": self.zero_variance_groups,
             "train/baseline_fallbacks": float(self.baseline_fallbacks),
+            "train/length_biased_groups": self.length_biased_groups,
             "train/advantage_rms": self.rms,
             "time/credit": self.seconds,
         }
@@ -99,10 +103,12 @@ def estimate(
     if config.rms and rms >= MIN_SCALE:
         rows, rms = _times(rows, config.rms / rms), config.rms
     flat = [_is_flat(group, row) for group, row in zip(groups, rows, strict=True)]
+    biased = [estimator.sums_comparisons and _may_stop_paid(group) for group in groups]
     return Credit(
         advantages=rows,
         zero_variance_groups=float(np.mean(flat)) if flat else 0.0,
         baseline_fallbacks=sum(map(fallbacks, groups)) if estimator.compares_turns else 0,
+        length_biased_groups=float(np.mean(biased)) if biased else 0.0,
         rms=rms,
         seconds=time.perf_counter() - started,
     )
@@ -114,6 +120,13 @@ def _is_flat(group: Group, row: Sequence[FloatArray]) -> bool:
     if any(turn.info.token_advantages for turn in turns):
         return False
     return all(np.abs(values).max(initial=0) < MIN_SCALE for values in row)
+
+
+def _may_stop_paid(group: Group) -> bool:
+    """Returns whether turns pay, and episodes end by themselves after different numbers of them."""
+    ended = [episode for i in usable(group) if (episode := group.episodes[i]).terminated]
+    pays = any(episode.rewards[:-1].any() for episode in ended)
+    return pays and len({len(episode.turns) for episode in ended}) > 1
 
 
 def _trained(

@@ -48,6 +48,9 @@ class Estimator:
     """Whether a group whose rewards are all the same teaches it nothing."""
     compares_turns: ClassVar[bool] = False
     """Whether an episode is compared with the others at the same turn, so that fallbacks count."""
+    sums_comparisons: ClassVar[bool] = False
+    """Whether it compares rewards turn by turn and sums them, which pays or fines one more turn
+    where the policy decides when an episode ends; see docs/credit.md."""
     credits_agents: ClassVar[bool] = False
     """Whether it credits each agent of an environment with `rewards_by_agent` by its own."""
 

@@ -43,6 +43,7 @@ class TurnPlusOutcome(GroupEstimator):
     turn_weight: float = 1.0
     """Weight of the turn's own reward, lambda."""
     compares_turns: ClassVar[bool] = True
+    sums_comparisons: ClassVar[bool] = True
     uses_score: ClassVar[bool] = False
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
@@ -112,6 +113,7 @@ class NormalizeThenAccumulate(GroupEstimator):
     """Whether rewards are normalised over all turns of the group or turn by turn."""
     root: bool = False
     """Divides each sum by the square root of its number of terms."""
+    sums_comparisons: ClassVar[bool] = True
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
         """See `GroupEstimator.compare`."""

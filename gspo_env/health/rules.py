@@ -291,6 +291,20 @@ def hacking(run: Run, limit: float) -> Explanation | None:
     return None
 
 
+@rule(limit=0.1, needs=("train/length_biased_groups",), at_start=0.1)
+def length_bias(run: Run, limit: float) -> Explanation | None:
+    """The policy decides when to stop, turns pay, and the estimator fines one more turn."""
+    biased = run.late("train/length_biased_groups") or 0.0
+    if biased < limit:
+        return None
+    return (
+        f"In {share(biased)} of the groups {when(run)}, turns pay and the policy decides how many "
+        f"it plays; there, the estimator {run.text('advantage.name')} can pay or fine one more turn "
+        "whatever it earns.",
+        "Use --advantage returns_to_go, which has no such bias with --loss.aggregation token_sum.",
+    )
+
+
 @rule(limit=0.5, needs=("train/clipped_fraction",), explains=("no_variance",))
 def clipped(run: Run, limit: float) -> Explanation | None:
     """Most tokens have no policy gradient because their ratio is clipped.

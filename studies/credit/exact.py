@@ -88,6 +88,26 @@ def may_stop(turns: int) -> Problem:
     return problem
 
 
+def paying_turns(turns: int, pays: float, stopping: float) -> Problem:
+    """Makes a problem where each turn goes on (action 0) or stops (1), and both may be paid.
+
+    Going on earns `pays`, stopping earns `stopping` and ends the episode; the last turn ends
+    either way.
+    """
+    after = np.stack([np.arange(1, turns + 1), np.full(turns, -1)], axis=1)
+    after[-1] = -1
+    reward = np.tile([pays, stopping], (turns, 1))
+    return Problem(after=after, reward=reward, tokens=1)
+
+
+def pay_once(turns: int, pays: float, stopping: float) -> Problem:
+    """Makes a problem with one choice: stop, or go on for all turns, of which the first is paid."""
+    problem = paying_turns(turns, pays, stopping)
+    problem.after[1:, 1] = problem.after[1:, 0]
+    problem.reward[1:] = 0.0
+    return problem
+
+
 def all_right(turns: int) -> Problem:
     """Makes a problem with one reward: action 0 in every turn earns 1 on the last."""
     # states (turn, right so far): 0, then (1, no), (1, yes), (2, no), ...

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.credits import check, episode, group
 
-from gspo_env.credit import CreditConfig, Estimator, Outcome, ReturnsToGo, estimate
+from gspo_env.credit import (
+    CreditConfig,
+    Estimator,
+    NormalizeThenAccumulate,
+    Outcome,
+    ReturnsToGo,
+    TurnPlusOutcome,
+    estimate,
+)
 from gspo_env.errors import ConfigError
 from gspo_env.types import StepInfo, StopReason
 
@@ -82,8 +90,26 @@ def test_estimate_scales_over_the_batch_and_counts():
         "train/advantage_rms": pytest.approx(np.sqrt(np.mean(values**2))),
         "time/credit": credit.seconds,
         "train/baseline_fallbacks": 0,
+        "train/length_biased_groups": 0,
     }
     assert estimate([UNEQUAL], ReturnsToGo()).baseline_fallbacks == 1
+
+
+@pytest.mark.parametrize(
+    ("episodes", "biased"),
+    [
+        ((episode(1, 0, 2), episode(0.5)), True),
+        ((episode(0, 0, 2), episode(0.5)), False),  # no turn but the last pays
+        ((episode(1, 2), episode(1, 0)), False),  # equal lengths
+        ((episode(1, 0, 2, stop=StopReason.MAX_TURNS), episode(0.5)), False),  # a limit decided
+        ((episode(1, 0, 2, stop=StopReason.ERROR), episode(0.5), episode(1)), False),
+    ],
+)
+def test_groups_are_counted_where_a_summed_comparison_fines_or_pays_one_more_turn(episodes, biased):
+    groups = [group(*episodes), group(episode(1, 1), episode(0, 0))]
+    for estimator in (NormalizeThenAccumulate(), TurnPlusOutcome()):
+        assert estimate(groups, estimator).length_biased_groups == (0.5 if biased else 0)
+    assert estimate(groups, ReturnsToGo()).length_biased_groups == 0
 
 
 @dataclass(frozen=True)

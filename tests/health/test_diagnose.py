@@ -26,6 +26,7 @@ GOOD = {
             *("rollout/env_timeouts", "rollout/staleness_mean", "rollout/dropped_groups"),
             *("rollout/stop/max_turn_tokens", "rollout/stop/max_context"),
             *("rollout/stop/max_turns", "rollout/stop/timeout", "train/skipped_steps"),
+            "train/length_biased_groups",
         ],
         0.0,
     ),
@@ -102,6 +103,11 @@ CASES = [
         dict.fromkeys(("eval/success", "rollout/success"), (0.6, 0.2))
         | dict.fromkeys(("eval/return", "rollout/return"), (0.2, 0.9)),
         {"eval/success": (0.6, 0.55), "eval/return": (0.2, 0.9)},
+    ),
+    (
+        "length_bias",
+        {"train/length_biased_groups": 0.2},
+        {"train/length_biased_groups": 0.05},
     ),
     (
         "clipped",
