@@ -299,8 +299,8 @@ def length_bias(run: Run, limit: float) -> Explanation | None:
         return None
     return (
         f"In {share(biased)} of the groups {when(run)}, turns pay and the policy decides how many "
-        f"it plays; there, the estimator {run.text('advantage.name')} can pay or fine one more turn "
-        "whatever it earns.",
+        f"it plays; there, {run.text('advantage.name')} can pay or fine one more turn whatever it "
+        "earns.",
         "Use --advantage returns_to_go, which has no such bias with --loss.aggregation token_sum.",
     )
 
