@@ -18,15 +18,21 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import glob
 import json
 import os
 import re
+import shutil
 import stat
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TextIO
+
+import psutil
 
 from gspo_env.errors import OutputError
 
@@ -36,6 +42,15 @@ SETTINGS = "gspo_env.json"
 """The file in a model's folder with the settings of its training, and the step."""
 CHECKPOINT = re.compile(r"step-(\d{1,15})")
 """The name of a checkpoint's folder."""
+METRICS, FAILURE = "metrics.jsonl", "failure.txt"
+"""The files of a run with its metrics, and with the error that ended it, if one did."""
+_AT_START = {
+    *(METRICS, FAILURE, "checkpoints", "config.toml", "tracking", "warnings.txt"),
+    "first-environment-error.txt",
+}
+"""What a run writes before its first metrics."""
+_PART = re.compile(r"\..*\.(\d+)\.part", re.DOTALL)
+"""The name of what a process writes before it is renamed, with the process."""
 _SMALL = 1 << 20
 """Bytes of a file of settings."""
 
@@ -54,7 +69,7 @@ def check_output(path: str | Path) -> None:
         OutputError: It is such a folder.
     """
     folder = Path(path).absolute()
-    if folder.is_dir() and any(folder.iterdir()):
+    if folder.is_dir() and any(folder.iterdir()) and not failed_at_start(folder):
         raise OutputError(f"the output folder {str(path)!r} is not empty; name a new one")
     place = next(each for each in (folder, *folder.parents) if each.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
@@ -62,6 +77,58 @@ def check_output(path: str | Path) -> None:
             f"cannot write to the output folder {str(path)!r}, because {str(place)!r} is no folder "
             "that can be written; name another one with --output"
         )
+
+
+def failed_at_start(folder: Path) -> bool:
+    """Returns whether a folder has only what a run left that failed before its first metrics."""
+    names, metrics = {path.name for path in folder.iterdir()}, folder / METRICS
+    return (
+        FAILURE in names <= _AT_START
+        and not (metrics.exists() and metrics.stat().st_size)
+        and not step_folders(folder / "checkpoints")
+    )
+
+
+def clear(folder: Path) -> None:
+    """Removes what is in a folder."""
+    for path in folder.iterdir():
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def lock(path: Path, what: str) -> TextIO:
+    """Locks a file until it is closed, or until this process ends.
+
+    Args:
+        path: The file, which notes the process.
+        what: What is locked, for the error.
+
+    Raises:
+        OSError: It cannot be written.
+        OutputError: Another process has locked it.
+    """
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        process = file.read().strip() or "unknown"
+        file.close()
+        raise OutputError(
+            f"{what} is still running, in process {process}; expected one that has stopped"
+        ) from None
+    with contextlib.suppress(OSError):  # the lock counts, not the note, on a full disk
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+    return file
 
 
 def check_folder(folder: Path) -> None:
@@ -81,7 +148,7 @@ def check_folder(folder: Path) -> None:
                 mode = path.lstat().st_mode
             except FileNotFoundError:  # of a run in progress
                 continue
-            names_best = path.name in ("best", ".part-best")  # the second of a killed process
+            names_best = re.fullmatch(r"best|\.best\.\d+\.part", path.name)  # of a killed process
             best = names_best and path.parent.name == "checkpoints"
             if stat.S_ISLNK(mode) and best and re.fullmatch(r"step-\d+", os.readlink(path)):
                 continue
@@ -198,6 +265,20 @@ def check_types(value: Any, like: Any, name: str = "state") -> None:
             raise ValueError(f"{name} is {value!r:.80}")
 
 
+def part_of(path: Path) -> Path:
+    """Returns where this process writes what is then renamed to `path`; see `remove_parts`."""
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
+def remove_parts(paths: Iterable[Path]) -> None:
+    """Removes those paths that are parts which a killed process has left."""
+    for path in list(paths):
+        part = _PART.fullmatch(path.name)
+        # in a container, the process before may have had the same number
+        if part and (int(part[1]) == os.getpid() or not psutil.pid_exists(int(part[1]))):
+            remove(path)
+
+
 def write_file(folder: Path, name: str | PurePath, write: Callable[[Path], object]) -> None:
     """Has a file below a folder written beside its place, and renames it.
 
@@ -211,10 +292,11 @@ def write_file(folder: Path, name: str | PurePath, write: Callable[[Path], objec
     """
     parent = PurePath(name).parent
     place = folder if parent == PurePath() else plain_path(folder, parent)
-    part = place / f".{PurePath(name).name}.{os.getpid()}.part"
-    part.unlink(missing_ok=True)
+    path = place / PurePath(name).name
+    part = part_of(path)
+    remove_parts(place.glob(f".{glob.escape(path.name)}.*.part"))
     try:
         write(part)
-        part.replace(place / PurePath(name).name)
+        part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ of its own, so that its imports count too. The hub is never asked.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -24,8 +25,10 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 TINY = (
     "--hidden-size 16 --demonstrations 16 --imitation-steps 2 --steps 1 --tasks-per-step 2 "
@@ -272,15 +275,22 @@ def type_in(line: str, expected: int, folder: Path, cold: bool) -> Row:
 
 
 def _forked(arguments: list[str], folder: Path, output: int) -> int:
-    pid = os.fork()
-    if pid:
+    def prepare() -> None:
+        os.chdir(folder)
+        signal.alarm(SECONDS)
+
+    if pid := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    become(arguments, output, prepare)
+
+
+def become(arguments: list[str], output: int, prepare: Callable[[], object]) -> NoReturn:
+    """Runs a command in this process, a fork, and ends it."""
     code: object = 1
     try:
-        os.chdir(folder)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        signal.alarm(SECONDS)
+        prepare()
         from gspo_env.cli.main import main
 
         main(arguments)
@@ -290,12 +300,14 @@ def _forked(arguments: list[str], folder: Path, output: int) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)
 
 
-def _import() -> None:
+def import_all() -> None:
+    """Imports what every command needs."""
     names = ("torch", "transformers", "tyro", "gspo_agents.gspo", "gspo_agents.scripted")
     ours = (
         "gspo_env.cli.options",
@@ -318,7 +330,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
     if not options.cold:
-        _import()
+        import_all()
     rows = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "in")

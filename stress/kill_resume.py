@@ -74,9 +74,9 @@ def main() -> None:
             way = list(WAYS)[number % len(WAYS)]
             run = Path(f"run{number}")
             _kill_and_resume(way, run, references[way], draw, counts)
-            differences = _differences(Path(way), run)
-            equal += not differences
-            print(f"run {number} ({way}): {differences or 'equal'}", flush=True)
+            text = differences(Path(way), run)
+            equal += not text
+            print(f"run {number} ({way}): {text or 'equal'}", flush=True)
             shutil.rmtree(run)
         errors = Path("errors.txt").read_text()
     damaged = errors.count("is damaged")
@@ -103,7 +103,7 @@ def _kill_and_resume(
     kills, wanted = 0, draw.randint(1, 3)
     for n in range(20 * wanted):
         process = _start(lambda: _train(way, run))
-        _until_first(process, run)
+        until_first(process, run)
         moment = draw.uniform(0.0, 0.4) * seconds / (n + 1)
         kill = _kill_in_write if draw.random() < 0.5 else _kill_after
         outcome = kill(process, run, moment)
@@ -155,7 +155,7 @@ def _wait(process: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def _until_first(process: int, run: Path) -> None:
+def until_first(process: int, run: Path) -> None:
     """Waits for the first checkpoint, so that there is something to go on from."""
     while not any(run.glob("checkpoints/step-*")):
         if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
@@ -171,7 +171,7 @@ def _kill_after(process: int, run: Path, seconds: float) -> str:
 def _kill_in_write(process: int, run: Path, seconds: float) -> str:
     """Kills a run in the first write of a checkpoint after some seconds."""
     time.sleep(seconds)
-    while not any(run.glob("checkpoints/.part-*")):
+    while not any(run.glob("checkpoints/.step-*.part")):
         if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             break
     return _kill(process, run)
@@ -182,14 +182,14 @@ def _kill(process: int, run: Path) -> str:
     os.kill(process, signal.SIGKILL)
     if _wait(process) == 0:
         return ENDED
-    if any(run.glob("checkpoints/.part-*")):
+    if any(run.glob("checkpoints/.step-*.part")):
         return "killed while it wrote a checkpoint"
     if not any(run.glob("checkpoints/step-*")):
         return "killed before its first checkpoint"
     return "killed between checkpoints"
 
 
-def _differences(reference: Path, run: Path) -> str:
+def differences(reference: Path, run: Path) -> str:
     """Says in what two runs differ; empty if in nothing."""
     last = f"checkpoints/step-{STEPS:06d}"
     tensors, others = (load_file(r / last / "state-00001.safetensors") for r in (reference, run))
@@ -205,7 +205,7 @@ def _differences(reference: Path, run: Path) -> str:
     weights = [(r / "model/model.safetensors").read_bytes() for r in (reference, run)]
     if weights[0] != weights[1]:
         return "the files of the model"
-    if _points(reference) != _points(run):
+    if points(reference) != points(run):
         return "metrics.jsonl"
     return ""
 
@@ -217,7 +217,7 @@ def _timeless(history: list[tuple[int, Mapping[str, float]]]) -> Any:
     ]
 
 
-def _points(run: Path) -> Any:
+def points(run: Path) -> Any:
     """Returns the values of each step and metric, each in a list."""
     values: dict[str, list[float]] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():

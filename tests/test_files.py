@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.cli_errors import refused
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from gspo_env.cli.main import main
 from gspo_env.config import CheckpointConfig, Config, to_toml
 from gspo_env.episodes.schema import episode_files, read_episodes, read_tokens, schema
 from gspo_env.errors import OutputError
-from gspo_env.files import check_folder, parse_toml, read_file, write_file
+from gspo_env.files import check_folder, parse_toml, read_file, remove, write_file
+from gspo_env.model.load import make_output
 from gspo_env.redaction import write_text
 from gspo_env.runs import Run, write_page
 from gspo_env.training.checkpoints import Checkpoints
@@ -47,6 +51,44 @@ def run(in_folder):
     return folder
 
 
+def test_runs_that_begin_at_the_same_moment_have_a_folder_each(in_folder):
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(16) as pool:
+            folders = list(pool.map(lambda _: make_output("", "x"), range(300)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert sorted(folders) == sorted(Path("runs", f"x-{n}") for n in range(1, 301))
+
+
+def test_a_tokenizer_that_finds_the_disk_full_costs_its_checkpoint_alone(run, caplog):
+    with Checkpoints(run, CheckpointConfig()) as store:
+        tokenizer = Tokenizer(WordLevel())  # written in Rust, it raises Exception
+        assert not store.attempt("the checkpoint", lambda: tokenizer.save("/dev/full"))
+        assert "cannot write the checkpoint: No space left on device" in caplog.text
+        with pytest.raises(ZeroDivisionError):
+            store.attempt("the checkpoint", lambda: 1 / 0)
+
+
+def test_a_run_that_failed_at_its_start_gives_its_folder_to_the_next(run):
+    with pytest.raises(OutputError, match="is not empty"):
+        make_output("run", "")
+    with Checkpoints(run, CheckpointConfig()) as store, pytest.raises(ValueError, match="wrong"):  # noqa: SIM117
+        with store.report_failure():
+            raise ValueError("wrong")
+    for name in ("checkpoints/step-000001", "checkpoints/best", "metrics.jsonl", "episodes"):
+        with pytest.raises(OutputError, match="is not empty"):  # something was recorded
+            make_output("run", "")
+        remove(run / name)
+    (run / "thesis.txt").write_text(PRECIOUS)
+    with pytest.raises(OutputError, match="is not empty"):
+        make_output("run", "")
+    (run / "thesis.txt").unlink()
+    assert make_output("run", "") == run
+    assert list(run.iterdir()) == []
+
+
 COMMANDS = {
     "view": ["view", "run", "--no-browser"],
     "diagnose": ["diagnose", "run"],
@@ -61,7 +103,7 @@ LINKS = {
     "tracking/calls.jsonl": "precious/file",
     "checkpoints/step-000002": "precious",
     "checkpoints/step-000001/state.json": "precious/file",
-    "checkpoints/.part-step-000002": "precious",
+    "checkpoints/.step-000002.9999999.part": "precious",
     "checkpoints/lock": "precious/file",
     "warnings.txt": "/dev/zero",
     "model": "precious",

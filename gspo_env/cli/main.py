@@ -36,6 +36,8 @@ COMMANDS = {
 _WITHOUT_FILE = {
     errno.EPIPE: "",  # the reader of the output has closed it
     errno.ENOSPC: "the output cannot be written, since no space is left",
+    errno.EDQUOT: "the output cannot be written, since the quota is used up",
+    errno.EFBIG: "the output cannot be written, since the file would be too large",
     errno.ENOENT: "the working folder does not exist any more",
 }
 """What is said of an error of the system that names no file."""

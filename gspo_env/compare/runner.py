@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from gspo_env.compare.plan import (
     Arm,
@@ -28,14 +28,13 @@ from gspo_env.compare.processes import in_processes
 from gspo_env.config import Config, to_dict, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, GspoEnvError, OutputError
-from gspo_env.files import MODEL, check_folder, read_file
+from gspo_env.files import FAILURE, METRICS, MODEL, check_folder, lock, read_file, remove_parts
 from gspo_env.health.startup import check_comparison
 from gspo_env.redaction import redact, redact_text, visible, write_text
-from gspo_env.runs.run import FAILURE, Run, read_text
+from gspo_env.runs.run import Run, read_text
 from gspo_env.runtime.processes import usable_cores
 from gspo_env.tracking.base import NoTracker, RunInfo, TrackerChoice
 from gspo_env.tracking.console import Progress
-from gspo_env.tracking.jsonl import METRICS
 from gspo_env.tracking.multi import MultiTracker, check_trackers, parts
 from gspo_env.training.interrupt import stop_on_signals
 
@@ -188,7 +187,7 @@ def compare(
         check_comparison([comparison.config(name, arm, 0) for arm in comparison.arms])
     _check_models(comparison)
     check_trackers(tracker)
-    _claim(comparison, output)
+    claim = _claim(comparison, output)
     if comparison.left_out:
         say(comparison.left_out)
     runs = list(planned(comparison, output))
@@ -197,7 +196,7 @@ def compare(
         "problems": list(comparison.problems),
         **{name: getattr(comparison, name) for name in ("seeds", "first_seed", "metric")},
     }
-    with Recorder(tracker, output, params, say) as record:
+    with claim, Recorder(tracker, output, params, say) as record:
         ended = {}
         for result in _results(runs, comparison.workers or usable_cores(), say):
             say(f"{result.run.name}: {_score(result, comparison.metric)}")
@@ -321,8 +320,8 @@ def mixed_scores(results: Sequence[Result]) -> Iterator[str]:
             yield f"runs of {problem} learned from different rewards: {examples}; set --score"
 
 
-def _claim(comparison: Comparison, output: Path) -> None:
-    """Makes the folder, or checks that it belongs to this comparison."""
+def _claim(comparison: Comparison, output: Path) -> TextIO:
+    """Makes the folder, or checks that it belongs to this comparison; returns its lock."""
     tomls = {name: to_toml(untracked(config)) for name, config in comparison.problems.items()}
     arms = [[arm.name, redact(dict(arm.changes))] for arm in comparison.arms]
     plan = redact_text(json.dumps({"problems": tomls, "arms": arms}, indent=1))
@@ -330,19 +329,22 @@ def _claim(comparison: Comparison, output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
         check_folder(output)
-        if not note.exists() and any(output.iterdir()):
+        if not note.exists() and any(path.name != "lock" for path in output.iterdir()):
             raise OutputError(
                 f"{str(output)!r} is not empty and holds no comparison; name a new folder with "
                 "--output"
             )
-        size = len(plan.encode(errors="surrogatepass"))
-        if note.exists() and (note.stat().st_size != size or note.read_text() != plan):
+        claim = lock(output / "lock", f"the comparison {str(output)!r}")
+        text = plan.encode(errors="surrogatepass")
+        if note.exists() and (note.stat().st_size != len(text) or note.read_bytes() != text):
             raise OutputError(
                 f"{str(output)!r} holds another comparison; name a new folder with --output"
             )
         write_text(note, plan)
+        remove_parts(output.rglob(".*.part"))
     except OSError as error:
         raise OutputError(f"cannot write to {str(output)!r}: {error.strerror}") from error
+    return claim
 
 
 def planned(comparison: Comparison, output: Path) -> Iterator[PlannedRun]:

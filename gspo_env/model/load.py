@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gspo_env.errors import ModelError, OutputError
-from gspo_env.files import check_output
+from gspo_env.files import check_output, clear, part_of, remove
 from gspo_env.model.head import plain_model
 from gspo_env.redaction import visible
 
@@ -35,11 +35,13 @@ def make_output(path: str, name: str) -> Path:
     Raises:
         OutputError: The folder cannot be made or written, or is not empty.
     """
-    numbered = (Path("runs", f"{name}-{n}") for n in itertools.count(1))
-    folder = Path(path) if path else next(each for each in numbered if not each.exists())
+    folder = Path(path or "runs")
     try:
         str(folder.absolute()).encode()  # for the files that name it
         folder.mkdir(parents=True, exist_ok=True)
+        if not path:
+            numbered = (folder / f"{name}-{n}" for n in itertools.count(1))
+            folder = next(each for each in numbered if _make(each))
         tempfile.TemporaryFile(dir=folder).close()
     except (OSError, ValueError) as error:
         raise OutputError(
@@ -47,23 +49,36 @@ def make_output(path: str, name: str) -> Path:
             f"{getattr(error, 'strerror', error)}; name one that can be written with --output"
         ) from error
     check_output(folder)
+    clear(folder)
     return folder
+
+
+def _make(folder: Path) -> bool:
+    """Makes a folder; returns False if there is one, as that of a run that begins as well."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """Yields a new folder that replaces `folder` if nothing is raised."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
-        part = Path(name) / folder.name
-        part.mkdir()
+    part, before = part_of(folder), part_of(folder.with_name(f"{folder.name}.old"))
+    remove(part)
+    part.mkdir(parents=True)
+    try:
         yield part
         old, new = os.fsencode(folder), os.fsencode(part)
         exchange = getattr(ctypes.CDLL(None), "renameat2", None)  # a kill loses neither folder
         if exchange is None or exchange(_AT_FDCWD, new, _AT_FDCWD, old, _EXCHANGE):
             if folder.exists():
-                os.replace(folder, Path(name) / "old")
+                os.replace(folder, before)
             os.replace(part, folder)
+    finally:
+        remove(part)
+        remove(before)
 
 
 def shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

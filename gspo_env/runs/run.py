@@ -24,19 +24,16 @@ import numpy as np
 from gspo_env.config import Config, to_dict
 from gspo_env.episodes.schema import PHASES, read_episodes
 from gspo_env.errors import OutputError
-from gspo_env.files import MODEL, check_folder, parse_toml, read_file, saved_step
+from gspo_env.files import FAILURE, METRICS, MODEL, check_folder, parse_toml, read_file, saved_step
 from gspo_env.redaction import redact_text
 from gspo_env.runs.evaluations import EvalSnapshot, return_fall, success_fall, wilson_interval
 from gspo_env.tracking.base import flatten
-from gspo_env.tracking.jsonl import METRICS
 from gspo_env.types import Episode, FloatArray, IntArray
 
 logger = logging.getLogger(__name__)
 
 CONFIG, WARNINGS = "config.toml", "warnings.txt"
 """Names of files in the folder of a run."""
-FAILURE = "failure.txt"
-"""The error that ended the run; a resumed run deletes it."""
 ENVIRONMENT_ERROR = "first-environment-error.txt"
 _MAX_BYTES = 1 << 20
 """Bytes of a text file that are read."""

@@ -28,6 +28,7 @@ from gspo_env.tools.json_calls import (
     most_failures,
     skip_space,
     to_call,
+    warn_of_unread,
 )
 from gspo_env.tools.marks import names_tool, without_closings
 from gspo_env.tools.python import QUOTED, statements
@@ -345,6 +346,8 @@ def _elements(text: str, schemas: Schemas, limit: int = 0) -> tuple[Calls, int]:
             calls, start = [], tag.start()
         calls += [ToolCallError(message=reading)] if isinstance(reading, str) else reading
         position = end = stop
+    if others == most and opening.search(text, position):
+        warn_of_unread()
     return ([], 0) if text[end:].strip() else (calls, start)
 
 

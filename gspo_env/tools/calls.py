@@ -20,6 +20,7 @@ from gspo_env.tools.json_calls import (
     read_enclosed,
     skip_space,
     to_calls,
+    warn_of_unread,
 )
 from gspo_env.tools.marks import MARK, MARKS, may_have_calls, skip_closings, without_openings
 from gspo_env.tools.tool import Tool
@@ -243,6 +244,7 @@ def _find_calls(text: str, schemas: Schemas) -> tuple[Calls, str]:
     pieces.append(text[position:])
     if mark:
         calls.append(_UNREAD)
+        warn_of_unread()
     if calls and not malformed:
         outer = [piece for piece in (pieces[0], pieces[-1]) if may_have_calls(piece, schemas)]
         unmarked = chain(*(_valid(_read_bare(piece, schemas, len(piece))[0]) for piece in outer))

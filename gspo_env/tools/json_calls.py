@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json.decoder
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Any
 
 from gspo_env.types import ToolCall
+
+logger = logging.getLogger(__name__)
 
 _SPACE: Any = json.decoder.WHITESPACE  # type: ignore[attr-defined]
 _NESTS, _DEEPEST = (dict, list), 90
@@ -39,6 +43,15 @@ def most_failures(text: str) -> int:
     Each may pass over the whole text, so the time is that of 8 MB, or of 32 times the text.
     """
     return 32 * max(1, (1 << 18) // max(1, len(text)))
+
+
+@cache
+def warn_of_unread() -> None:
+    """Logs, once in a process, that the end of a text was not searched for calls."""
+    logger.warning(
+        "an action has so many marks of tool calls without a call that its end was not read; "
+        "further ones are not shown"
+    )
 
 
 def levels(tree: Any) -> Iterator[list[Any]]:

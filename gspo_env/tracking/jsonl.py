@@ -23,15 +23,15 @@ from pathlib import Path, PurePath
 from typing import Any, Generic, Literal, TypeVar
 
 from gspo_env.errors import OutputError
-from gspo_env.files import plain_path, read_file, write_file
+from gspo_env.files import METRICS, plain_path, read_file, write_file
 from gspo_env.tracking.base import Point, RunInfo
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-METRICS, CALLS, DESCRIPTION = "metrics.jsonl", "tracking/calls.jsonl", "tracking/run.json"
-"""Names of the files in the folder of a run."""
+CALLS, DESCRIPTION = "tracking/calls.jsonl", "tracking/run.json"
+"""Names of files in the folder of a run."""
 
 _MOST_BYTES = 1 << 24
 """Maximum size of the files that describe a run and what a tracker has received."""
@@ -82,10 +82,7 @@ class JsonlFile(Generic[T]):
             """The records that are cut off; None for a damaged line."""
             os.ftruncate(self._file, self.size)
         except OSError as error:
-            raise OutputError(
-                f"cannot write {str(folder / name)!r}: {error.strerror}; expected a folder that "
-                "can be written, named with --output"
-            ) from error
+            raise _unwritable(folder / name, error) from error
 
     @property
     def unwritten(self) -> int:
@@ -322,4 +319,14 @@ def _write_json(folder: Path, name: str, tree: object) -> None:
         path.touch(0o600)
         path.write_text(json.dumps(tree, default=str))
 
-    write_file(folder, name, write)
+    try:
+        write_file(folder, name, write)
+    except OSError as error:
+        raise _unwritable(folder / name, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"cannot write {str(path)!r}: {error.strerror}; expected a folder that can be written, "
+        "named with --output"
+    )

@@ -12,8 +12,6 @@ A run resumes from the newest folder whose files are those of its manifest.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -30,9 +28,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gspo_env.config import CheckpointConfig, Config, to_toml
 from gspo_env.errors import OutputError
-from gspo_env.files import MODEL, step_folders
+from gspo_env.files import (
+    FAILURE,
+    MODEL,
+    lock,
+    part_of,
+    remove_parts,
+    step_folders,
+    write_file,
+)
 from gspo_env.redaction import write_text
-from gspo_env.runs.run import FAILURE
 from gspo_env.training.interrupt import Interrupt
 
 if TYPE_CHECKING:
@@ -73,26 +78,10 @@ class Checkpoints:
         self._saved_at, self._seconds = 0.0, 0.0
         try:
             self.folder.mkdir(exist_ok=True)
-            self._lock = (self.folder / "lock").open("a+")
+            self._lock = lock(self.folder / "lock", f"the run {str(run)!r}")
+            remove_parts(run.rglob(".*.part"))
         except OSError as error:
             raise OutputError(f"cannot write to {str(self.folder)!r}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.seek(0)
-            process = self._lock.read().strip() or "unknown"
-            raise OutputError(
-                f"the run {str(run)!r} is still running, in process {process}; expected a run that "
-                "has stopped"
-            ) from None
-        with contextlib.suppress(OSError):  # the lock counts, not the note, on a full disk
-            self._lock.truncate(0)
-            self._lock.write(str(os.getpid()))
-            self._lock.flush()
-        for part in self.folder.glob(".part-*"):  # of a process that was killed
-            if part.is_symlink():
-                part.unlink()
-            shutil.rmtree(part, ignore_errors=True)
 
     def __enter__(self) -> Self:
         """Returns itself."""
@@ -146,7 +135,10 @@ class Checkpoints:
 
         try:
             write()
-        except (OSError, SafetensorError) as error:
+        except Exception as error:
+            # what is written in Rust has its own error, or no more than Exception
+            if not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:
+                raise
             self.failed += 1
             logger.warning("cannot write %s: %s", what, error)
             return False
@@ -211,7 +203,7 @@ class Checkpoints:
 
     def _write(self, name: str, fill: Callable[[Path], None]) -> None:
         """Writes a folder of `checkpoints`, all or nothing."""
-        part = self.folder / f".part-{name}"
+        part = part_of(self.folder / name)
         shutil.rmtree(part, ignore_errors=True)
         try:
             part.mkdir()
@@ -235,12 +227,10 @@ class Checkpoints:
             if folder.name not in (*newest, name):
                 shutil.rmtree(folder)
         if name:
-            link, new = self.folder / "best", self.folder / ".part-best"
+            link = self.folder / "best"
             if link.is_dir() and not link.is_symlink():  # the run was copied without its links
                 shutil.rmtree(link)
-            new.unlink(missing_ok=True)
-            new.symlink_to(name)
-            new.replace(link)
+            write_file(self.folder, link.name, lambda part: part.symlink_to(name))
 
 
 @dataclass(slots=True)

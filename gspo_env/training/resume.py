@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import reprlib
 import shutil
 import sys
 import tomllib
@@ -21,6 +20,7 @@ from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.files import (
     MODEL,
     check_folder,
+    check_types,
     parse_toml,
     read_file,
     regular_file,
@@ -66,11 +66,11 @@ _CHANGEABLE = (
 """Beginnings of the settings that a resumed run may change: how long, what is kept, and where it is
 played."""
 
-_FACTS = {
-    **{"config": str, "model": str, "dtype": str, "fingerprint": str, "failed": int},
-    **{"recorded": dict, "score": dict, "left_out": int},
+_FACTS: Mapping[str, Any] = {
+    **{"config": "", "model": "", "dtype": "", "fingerprint": "", "failed": 0, "left_out": 0},
+    **{"recorded": {"metrics": 0, "calls": 0}, "score": {}},
 }
-"""What a checkpoint says of its run, with the types."""
+"""What a checkpoint says of its run, as an example."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,8 @@ class Resumed:
     @property
     def recorded(self) -> dict[str, int]:
         """The bytes of what the run had recorded; see `gspo_env.tracking.RunInfo.resume`."""
-        return {name: int(size) for name, size in self.checkpoint.numbers["recorded"].items()}
+        recorded = self.checkpoint.numbers["recorded"]
+        return {name: int(recorded[name]) for name in _FACTS["recorded"] if name in recorded}
 
     def check(self, model: Any) -> None:
         """Checks that the model before training is the one that the run began with.
@@ -150,12 +151,11 @@ def open_run(run: Path, config: Config | None) -> Resumed:
         unlock.enter_context(checkpoints)
         checkpoint = newest_checkpoint(checkpoints)
         numbers = checkpoint.numbers
-        for name, kind in _FACTS.items():
-            if not isinstance(numbers.get(name), kind):
-                raise OutputError(
-                    f"{str(checkpoint.folder / 'state.json')!r} has {name} = "
-                    f"{reprlib.repr(numbers.get(name))}; expected {kind.__name__}: start a new run"
-                )
+        try:
+            check_types({name: numbers.get(name) for name in _FACTS}, _FACTS)
+        except ValueError as error:
+            name = str(checkpoint.folder / "state.json")
+            raise OutputError(f"{name!r} is not of a run: {error}; start a new run") from error
         config = changed_config(run, checkpoint, config)
         checkpoints.settings, checkpoints.failed = config.checkpoints, int(numbers["failed"])
         model, tokenizer = numbers["model"], None
@@ -272,7 +272,7 @@ def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> 
     if config is None:
         return before
     # `auto` is what the run has decided, which its config.toml has
-    if config.credit.score in ("auto", checkpoint.numbers["score"]["score"]):
+    if config.credit.score in ("auto", checkpoint.numbers["score"].get("score")):
         config = replace(config, credit=replace(config.credit, score=before.credit.score))
     if config.eval_tasks in (0, "all"):
         config = replace(config, eval_tasks=before.eval_tasks)

@@ -225,6 +225,10 @@ def test_a_reader_that_closes_the_output_gets_no_traceback(arguments):
         ("exec gspo-env envs 0<&- 1>&- 2>err", ""),
         ("exec gspo-env envs >/dev/full 2>err", "cannot be written, since no space is left"),
         (
+            "mkfifo err; cat <err >said & ulimit -f 0; exec gspo-env envs >out 2>err",
+            "cannot be written, since the file would be too large",
+        ),
+        (
             "rmdir ../here; exec gspo-env train --env own.py:Env 2>../err",
             "folder does not exist any more",
         ),
@@ -237,7 +241,7 @@ def test_streams_and_folders_that_are_closed_full_or_gone_get_no_traceback(
     monkeypatch.chdir(tmp_path / "here" if "rmdir" in command else tmp_path)
     command = command.replace("gspo-env", f"{shlex.quote(sys.executable)} -m gspo_env")
     done = subprocess.run(command, shell=True, stdout=subprocess.DEVNULL)
-    said = (tmp_path / "err").read_text()
+    said = (tmp_path / ("said" if "mkfifo" in command else "err")).read_text()
     assert done.returncode == (2 if words else 0), said
     assert words in said
     assert "Traceback" not in said

@@ -22,7 +22,7 @@ from gspo_env.cli.main import main
 from gspo_env.compare import Arm, Comparison, Result, compare, grid, parse, planned, read, stats
 from gspo_env.compare.plan import check_metric, check_table
 from gspo_env.compare.processes import in_processes
-from gspo_env.compare.runner import Recorder, mixed_scores
+from gspo_env.compare.runner import Recorder, _claim, mixed_scores
 from gspo_env.config import from_dict, override, to_toml
 from gspo_env.errors import ConfigError, ModelError, OutputError, UnknownEnvironmentError
 from gspo_env.report.comparison import METHODS, conclusion, limits, summarise, table, write_report
@@ -169,6 +169,16 @@ def test_another_tracker_resumes_the_same_comparison(tmp_path):
     assert "2 of 2 runs have a result already" in said
 
 
+def test_two_processes_do_not_play_one_comparison(tmp_path):
+    with _claim(two(), tmp_path):
+        (tmp_path / f".x.{os.getppid()}.part").touch()
+        (tmp_path / "starts/.x.9999999.part").mkdir(parents=True)
+        with pytest.raises(OutputError, match=f"still running, in process {os.getpid()};"):
+            compare(two(), tmp_path, NoTracker())
+    _claim(two(), tmp_path).close()
+    assert [path.name for path in tmp_path.rglob(".*")] == [f".x.{os.getppid()}.part"]
+
+
 @pytest.mark.parametrize("content", ["{", "[" * 100_000, "1", "null"])
 def test_a_damaged_file_of_a_comparison_is_one_sentence(tmp_path, content):
     for run_ in planned(two(), tmp_path):
@@ -181,11 +191,14 @@ def test_a_damaged_file_of_a_comparison_is_one_sentence(tmp_path, content):
         pytest.raises(OutputError, match=r"tracked.json.* is damaged .*; remove it"),
     ):
         recorder.child(read(run_))  # whose metrics are left out
-    (tmp_path / "other").mkdir()
-    with (tmp_path / "other" / "comparison.json").open("w") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(OutputError, match="holds another comparison"):
-        compare(two(), tmp_path / "other", NoTracker())
+    note = tmp_path / "other/comparison.json"
+    _claim(two(), note.parent).close()
+    size = note.stat().st_size
+    for data, length in ((b"", 1 << 40), (b"\xff" * size, size)):
+        note.write_bytes(data)
+        os.truncate(note, length)
+        with pytest.raises(OutputError, match="holds another comparison"):
+            compare(two(), note.parent, NoTracker())
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from gspo_env.serving.dialects.chat import Chat
 from gspo_env.serving.dialects.messages import Messages
 from gspo_env.serving.dialects.responses import Responses
 from gspo_env.tools.calls import parse_message, parse_tool_calls, read_action
-from gspo_env.tools.json_calls import ToolCallError
+from gspo_env.tools.json_calls import ToolCallError, warn_of_unread
 from gspo_env.tools.tool import Tool, format_tool_call
 from gspo_env.types import Message, Prompt, ResetInfo, ToolCall, Turn
 from gspo_envs.program.env import to_reply
@@ -510,6 +510,16 @@ def test_a_call_behind_more_malformed_ones_than_are_read_is_reported():
     )
     good = parse_tool_calls(MARKED * 2000, TOOLS)
     assert [call.name for call in good] == ["look"] * 2000
+
+
+@pytest.mark.parametrize("unit", ["<tool_call>{ ", "<look>x "])
+def test_the_log_says_once_that_the_end_of_a_text_is_not_read(unit, caplog):
+    warn_of_unread.cache_clear()
+    parse_tool_calls(unit * 33 + "</look>", TOOLS)
+    assert caplog.text == ""  # a short text is read to its end
+    for _ in range(2):
+        parse_tool_calls(unit * (1_000_000 // len(unit)), TOOLS)
+    assert caplog.text.count("its end was not read") == 1
 
 
 A = {"word": "a"}

@@ -321,6 +321,14 @@ def test_a_full_disk_stops_neither_the_run_nor_loses_points_when_there_is_room_a
     assert caplog.text.count("the run continues") == 1
 
 
+@pytest.mark.parametrize("name", ["run", "store"])
+def test_a_disk_that_is_full_at_the_start_of_a_run_is_one_sentence(tmp_path, name):
+    if name == "store":  # of a run that is resumed
+        tracked(tmp_path).finish()
+    with file_size(0), pytest.raises(OutputError, match=f"cannot write '.*/{name}.json': File too"):
+        tracked(tmp_path, resume={})
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory, empty_store):
     """An SQLite store of MLflow."""

@@ -3,7 +3,7 @@
 import pytest
 
 from gspo_env.tracking import MLflow, RunInfo, Span, Trace, start
-from stress.tracking_outage import server
+from stress.hostile import server
 
 pytestmark = pytest.mark.trackers
 

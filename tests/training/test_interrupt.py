@@ -1,6 +1,5 @@
 """Real processes that are stopped, killed, or cannot write: what is saved, and how they resume."""
 
-import contextlib
 import json
 import os
 import resource
@@ -188,15 +187,17 @@ def test_a_killed_run_resumes_without_gaps_or_doubled_points():
     until("run/checkpoints/step-*[3-9]", process)
     process.kill()
     process.communicate()
-    Path("run/checkpoints/.part-step-000001").mkdir(exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        Path("run/checkpoints/.part-best").symlink_to("step-000001")
+    Path("run/checkpoints/.step-000001.9999999.part").mkdir()
+    Path("run/.model.9999999.part").mkdir()
+    Path("run/.summary.md.9999999.part").write_text("cut")
+    Path(f"run/.summary.md.{os.getppid()}.part").write_text("of a process that lives")
+    Path("run/checkpoints/.best.9999999.part").symlink_to("step-000001")
     history = resume_run(2)
     last = history[-1][0]
     assert [s for s, m in history if "rollout/return" in m] == list(range(1, last + 1))
     assert len(points()) == len(set(points()))
     assert {s for s, name in points() if name == "rollout/return"} >= set(range(1, last + 1))
-    assert list(Path("run/checkpoints").glob(".part-*")) == []
+    assert [p.name for p in Path("run").rglob(".*")] == [f".summary.md.{os.getppid()}.part"]
 
 
 @pytest.mark.slow

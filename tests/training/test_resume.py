@@ -197,6 +197,8 @@ FORGED = {
         {"buffer": {"next": 10**9, "open": []}},
         "buffer.next is",
     ),
+    "sizes that are texts": ("state.json", {"recorded": {"calls": "x"}}, "recorded.calls is 'x'"),
+    "no score": ("state.json", {"score": None}, "state.score is None"),
     "a learner of texts": ("state.json", {"learner": {"loss_scale": "x"}}, "loss_scale is 'x'"),
     "a learner without its parts": ("state.json", {"learner": {}}, "is damaged: "),
     "tensors that are text": ("state-00001.safetensors", b"x" * 99, "is damaged: Safetensor"),
