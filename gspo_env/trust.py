@@ -25,6 +25,7 @@ from typing import Any
 from gspo_env.config import Config, to_toml
 from gspo_env.env.registration import find_builtin, read_members
 from gspo_env.errors import ConfigError
+from gspo_env.files import write_file
 from gspo_env.registry import BUILTIN, load_function, name_of
 
 logger = logging.getLogger(__name__)
@@ -55,10 +56,9 @@ def record(folder: Path, config: Config, model: str = "") -> None:
         return
     try:
         path = _record_path(folder)
-        part = path.with_suffix(f".{os.getpid()}")
+        text = json.dumps(describe(untrusted) | {"model": model})
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part.write_text(json.dumps(describe(untrusted) | {"model": model}))
-        part.replace(path)
+        write_file(path.parent, path.name, lambda part: part.write_text(text))
     except (OSError, RuntimeError) as error:  # there is no home
         logger.warning(
             "cannot note what %s was trained with (%s): its use needs flags such as --env",
