@@ -80,19 +80,27 @@ def check_output(path: str | Path) -> None:
 
 
 def failed_at_start(folder: Path) -> bool:
-    """Returns whether a folder has only what a run left that failed before its first metrics."""
-    names, metrics = {path.name for path in folder.iterdir()}, folder / METRICS
-    return (
-        FAILURE in names <= _AT_START
-        and not (metrics.exists() and metrics.stat().st_size)
-        and not step_folders(folder / "checkpoints")
-    )
+    """Returns whether a folder has only what a run left that failed before its first metrics.
+
+    Raises:
+        OutputError: The run has not ended.
+    """
+    names, lock_file = {path.name for path in folder.iterdir()}, folder / "checkpoints/lock"
+    if not names <= _AT_START or any(folder.glob("checkpoints/step-*")):
+        return False
+    sizes = {p: p.stat().st_size for p in folder.rglob("*") if p.is_file() and p != lock_file}
+    if sizes.get(folder / METRICS):
+        return False
+    if lock_file.is_file():
+        lock(lock_file, f"the run {str(folder)!r}").close()
+    return FAILURE in names or not any(sizes.values())  # a full disk has no room for an error
 
 
 def clear(folder: Path) -> None:
-    """Removes what is in a folder."""
-    for path in folder.iterdir():
-        remove(path)
+    """Removes what is in a folder of `failed_at_start`, but for the file that is locked."""
+    for path in (*folder.glob("checkpoints/*"), *folder.iterdir()):
+        if path.name not in ("checkpoints", "lock"):
+            remove(path)
 
 
 def remove(path: Path) -> None:

@@ -178,6 +178,9 @@ def train(output: Any, *arguments: Any, **how: Any) -> Ended:
 
 def resume(place: Path) -> Path:
     """Resumes a run that was cut, or begins again as the refusal says; returns the folder."""
+    if not (place / "config.toml").exists():
+        train(place.with_name(f"{place.name}-again")).expect(0)
+        return place.with_name(f"{place.name}-again")
     again = run("train", "--resume", place)
     line = again.sentence.partition("begin again with: gspo-env ")[2]
     if again.code != 2 or not line:
@@ -313,7 +316,7 @@ def case_disk_full(folder: Path) -> str:
             place = folder / f"disk{size}" / "run"
             ends.append(train(place).expect(0, 2))
             remount("size=64m")
-            resume(place) if (place / "config.toml").exists() else train(place).expect(0)
+            resume(place)
     for size in (4000, 16000, 40000, 60000, 100000, 200000):
 
         def limit(size: int = size) -> None:
@@ -321,7 +324,7 @@ def case_disk_full(folder: Path) -> str:
 
         place = folder / f"limit{size}"
         ends.append(train(place, prepare=limit).expect(0, 2))
-        resume(place) if (place / "config.toml").exists() else train(place).expect(0)
+        resume(place)
     return f"{len(ends)} trainings: {tally(ends)}; all finished with more space"
 
 

@@ -85,8 +85,15 @@ def test_a_run_that_failed_at_its_start_gives_its_folder_to_the_next(run):
     with pytest.raises(OutputError, match="is not empty"):
         make_output("run", "")
     (run / "thesis.txt").unlink()
+    with Checkpoints(run, CheckpointConfig()), pytest.raises(OutputError, match="still running"):
+        make_output("run", "")
     assert make_output("run", "") == run
-    assert list(run.iterdir()) == []
+    assert [path.name for path in run.rglob("*")] == ["checkpoints", "lock"]
+    (run / "metrics.jsonl").touch()
+    assert make_output("run", "") == run  # of a full disk, which had no room for an error
+    (run / "config.toml").write_text("seed = 1")
+    with pytest.raises(OutputError, match="is not empty"):  # of a killed run
+        make_output("run", "")
 
 
 COMMANDS = {

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from gspo_env.errors import ConfigError
+from gspo_env.files import METRICS
 from gspo_env.redaction import redact, redact_text
 from gspo_env.registry import find, name_of
 from gspo_env.tracking.base import Input, NoTracker, RunInfo, Status, Trace, TrackerChoice, flatten
-from gspo_env.tracking.jsonl import METRICS, RunFiles
+from gspo_env.tracking.jsonl import RunFiles
 from gspo_env.tracking.sinks import Sink
 
 _log = logging.getLogger(__name__)
