@@ -29,7 +29,6 @@ from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Recipe
 from gspo_env.redaction import redact
 from gspo_env.registry import BUILTIN, find, name_of
-from gspo_env.renamed import instead_of
 from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
 from gspo_env.seeding import SEEDS
 from gspo_env.settings import STRICT, describe, settings
@@ -315,6 +314,8 @@ def resolve(config: Config, name: str) -> str:
 
 def _hint(config: Config, name: str, paths: list[str]) -> str:
     """Returns a hint: the choice that has the setting, or the fields with similar names."""
+    from gspo_env.renamed import instead_of
+
     section, _, last = name.rpartition(".")
     if instead := instead_of(name, last):
         return f": {instead}"
@@ -365,6 +366,8 @@ def _replace(default: T, tree: Mapping[str, Any], where: str) -> T:
 def _read_field(default: Any, name: str, value: Any, where: str) -> Any:
     names = [f.name for f in dataclasses.fields(default)]
     if name not in names:
+        from gspo_env.renamed import instead_of
+
         if instead := instead_of(where + name, name):
             raise ConfigError(f"there is no setting {where}{name}: {instead}")
         near = ", ".join(difflib.get_close_matches(name, names, n=3) or sorted(names))

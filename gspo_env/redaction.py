@@ -130,6 +130,12 @@ def visible(text: str) -> str:
     return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def clean(text: str, limit: int | None = None) -> str:
+    """Replaces lone surrogates, which no tokenizer can encode, and cuts the text at a limit."""
+    text = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+    return text[:limit]
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a text, in UTF-8; only its owner can read one in which something was redacted."""
     text = redact_text(text)

@@ -33,8 +33,7 @@ REMOVED = {
     "continuations": _BRANCHES,
     "every": _BRANCHES,
 }
-"""By name: a setting's, such as `beta` or `rollout.beta`, a flag's of a command, such as
-`view.live`, or `command.` with that of a command."""
+"""By name: a setting's, such as `beta` or `rollout.beta`, or `command.` with that of a command."""
 
 _NO_ADAPTER = "it has no built-in adapter; docs/built-in.md shows how to write one"
 

@@ -210,6 +210,17 @@ class Prompt:
     """Earlier messages of the conversation: user and assistant in turn, assistant last. A user's or
     a tool's message is last if they are the whole conversation, the first observation included."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether `messages` are the whole first conversation."""
+        return bool(self.messages) and self.messages[-1].role != "assistant"
+
+    def first_messages(self, observation: str) -> tuple[Message, ...]:
+        """Returns the first conversation: this prompt and, unless it is whole, the observation."""
+        system = () if self.system is None else (Message(role="system", content=self.system),)
+        last = () if self.is_whole else (Message(role="user", content=observation),)
+        return (*system, *self.messages, *last)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResetInfo:
@@ -457,6 +468,18 @@ class Episode:
         roles: list[Role] = ["user", *(turn.info.observation_role for turn in self.turns)]
         pairs = zip(self.turns, roles, strict=False)
         return tuple("user" if turn.kind == "summary" else role for turn, role in pairs)
+
+    def played_messages(self, last: int | None = None) -> list[Message]:
+        """Returns the messages from the first action, as text, to that of a turn, by default all.
+
+        They follow `Prompt.first_messages` of the first turn's observation.
+        """
+        messages = []
+        for k, turn in enumerate(self.turns[: None if last is None else last + 1]):
+            if k:
+                messages.append(Message(role=self.roles[k], content=turn.observation))
+            messages.append(Message(role="assistant", content=turn.text))
+        return messages
 
     @property
     def parents(self) -> tuple[int | None, ...]:

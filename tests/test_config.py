@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from support.cli_errors import refused
 
-from gspo_env.cli.main import COMMANDS
 from gspo_env.config import Config, from_dict, load_toml, resolve, to_dict, to_toml
 from gspo_env.credit import GroupGAE, ReturnsToGo
 from gspo_env.errors import ConfigError
@@ -179,11 +178,9 @@ def test_what_is_gone_names_what_serves_instead(capsys, name):
     if section == "command":
         assert REMOVED[name] in refused(capsys, last)
         return
-    command, flag = (section, last) if section in COMMANDS else ("train", name)
-    assert REMOVED[name] in refused(capsys, command, f"--{flag.replace('_', '-')}", "1")
-    if section not in COMMANDS:
-        with pytest.raises(ConfigError, match=re.escape(REMOVED[name])):
-            from_dict({section: {last: 1}} if section else {name: 1})
+    assert REMOVED[name] in refused(capsys, "train", f"--{name.replace('_', '-')}", "1")
+    with pytest.raises(ConfigError, match=re.escape(REMOVED[name])):
+        from_dict({section: {last: 1}} if section else {name: 1})
 
 
 def test_an_argument_that_toml_cannot_hold_is_named():

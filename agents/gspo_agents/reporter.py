@@ -16,9 +16,8 @@ from gspo_env.episodes.schema import PAGE, Phase
 from gspo_env.episodes.writer import EpisodeLog
 from gspo_env.errors import OutputError
 from gspo_env.files import MODEL, read_file
-from gspo_env.health.collapse import find_collapse
 from gspo_env.health.findings import Finding
-from gspo_env.health.startup import check_first_evaluation
+from gspo_env.health.startup import check_first_evaluation, find_collapse
 from gspo_env.learner.stats import TokenValues
 from gspo_env.model.check import RunMode
 from gspo_env.redaction import write_text

@@ -14,10 +14,9 @@ from typing import Any
 
 from gspo_env.config import Config
 from gspo_env.env.registration import format_env
-from gspo_env.health.collapse import may_be_chance
 from gspo_env.redaction import redact
 from gspo_env.registry import BUILTIN, name_of
-from gspo_env.runs.evaluations import EvalSnapshot, success_interval
+from gspo_env.runs.evaluations import EvalSnapshot, may_be_chance, success_interval
 from gspo_env.runs.run import History
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import parts

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gspo_env.chat.encode import BoundedCache, TextEncoder, map_texts
-from gspo_env.chat.fields import clean
+from gspo_env.redaction import clean
 from gspo_env.tools.calls import MOST_THOUGHTS, REASONING
 from gspo_env.types import Message
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo_env.chat.action import ParsedAction, message_for_template
-from gspo_env.chat.messages import first_messages, is_whole
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.errors import PromptLengthError
 from gspo_env.tools.calls import parse_message
@@ -171,9 +170,9 @@ class Transcript:
             self._is_custom = True
             messages, sources = request.messages, self._sources_of(request.messages)
         elif not self._turns:
-            messages = first_messages(self.prompt, observation)
+            messages = self.prompt.first_messages(observation)
             sources = (None,) * len(messages)
-            self._is_custom = is_whole(self.prompt)
+            self._is_custom = self.prompt.is_whole
         return TurnState(
             observation=observation,
             role=role,

@@ -21,8 +21,8 @@ from typing import Any, Generic, TypeVar
 
 from tokenizers import AddedToken, Tokenizer
 
-from gspo_env.chat.fields import clean
 from gspo_env.errors import ChatTemplateError
+from gspo_env.redaction import clean
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from gspo_env.errors import RefusedError
+from gspo_env.redaction import clean
 from gspo_env.tools.json_calls import DECODER, finite_number, reject_constant
 from gspo_env.types import ToolCall
 
@@ -22,12 +23,6 @@ _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _NO_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-def clean(text: str, limit: int | None = None) -> str:
-    """Replaces lone surrogates, which no tokenizer can encode, and cuts the text at a limit."""
-    text = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-    return text[:limit]
 
 
 def parse_json(data: bytes) -> Json:

@@ -17,7 +17,7 @@ from gspo_env.chat.fields import Fields, Json
 from gspo_env.errors import RefusedError
 from gspo_env.tools.schema import arguments_validator
 from gspo_env.tools.tool import Tool
-from gspo_env.types import Episode, Message, Prompt, ToolCall
+from gspo_env.types import Message, ToolCall
 
 _TEXT = ("text", "refusal")
 
@@ -152,28 +152,6 @@ def write_call(call: ToolCall) -> Json:
 def format_arguments(call: ToolCall) -> str:
     """Returns the arguments of a call as JSON."""
     return json.dumps(call.arguments, ensure_ascii=False)
-
-
-def is_whole(prompt: Prompt) -> bool:
-    """Returns whether the messages of a prompt are the whole first conversation."""
-    return bool(prompt.messages) and prompt.messages[-1].role != "assistant"
-
-
-def first_messages(prompt: Prompt, observation: str) -> tuple[Message, ...]:
-    """Returns the first conversation: a prompt and, unless it is whole, the observation."""
-    system = () if prompt.system is None else (Message(role="system", content=prompt.system),)
-    last = () if is_whole(prompt) else (Message(role="user", content=observation),)
-    return (*system, *prompt.messages, *last)
-
-
-def played_messages(episode: Episode, last: int | None = None) -> list[Message]:
-    """Returns the messages from the first action, as text, to that of a turn, by default all."""
-    messages = []
-    for k, turn in enumerate(episode.turns[: None if last is None else last + 1]):
-        if k:
-            messages.append(Message(role=episode.roles[k], content=turn.observation))
-        messages.append(Message(role="assistant", content=turn.text))
-    return messages
 
 
 def read_tools(values: Sequence[Any]) -> list[Tool]:

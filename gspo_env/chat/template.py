@@ -24,8 +24,8 @@ from typing import Any
 
 from gspo_env.chat.bounds import BoundedTemplate
 from gspo_env.chat.encode import BoundedCache, TextEncoder, drop_marks, map_texts
-from gspo_env.chat.fields import clean
 from gspo_env.errors import ChatTemplateError, TemplateBoundsError
+from gspo_env.redaction import clean
 from gspo_env.registry import load_function
 from gspo_env.tools.calls import parse_tool_calls
 from gspo_env.types import ToolCall

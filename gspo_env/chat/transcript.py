@@ -18,7 +18,6 @@ from jinja2 import nodes
 from gspo_env.chat.action import ActionParser, message_for_template
 from gspo_env.chat.bounds import parser
 from gspo_env.chat.encode import BoundedCache
-from gspo_env.chat.messages import first_messages
 from gspo_env.chat.template import Chat, ChatTemplate
 from gspo_env.errors import ChatTemplateError
 from gspo_env.types import Message, Prompt
@@ -85,7 +84,7 @@ class ChatTokenizer:
                 does not.
         """
         prompt = prompt or Prompt()
-        messages = [message_for_template(m) for m in first_messages(prompt, observation)]
+        messages = [message_for_template(m) for m in prompt.first_messages(observation)]
         return tuple(self.template.ids(messages, [tool.schema for tool in prompt.tools]))
 
     def follow(self, observation: str, last_id: int, role: str = "user") -> tuple[int, ...]:

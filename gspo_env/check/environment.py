@@ -23,7 +23,6 @@ from gymnasium.utils.env_checker import check_env as check_by_gymnasium
 from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.wrappers import OrderEnforcing
 
-from gspo_env.chat.fields import clean
 from gspo_env.check.actions import HOSTILE, bug_in, random_policy, valid_call
 from gspo_env.credit.scores import ScoreChoice
 from gspo_env.env.base import Action, TextEnv, attribute
@@ -31,6 +30,7 @@ from gspo_env.env.info import declared_score, parse_step
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
 from gspo_env.health.findings import Finding
+from gspo_env.redaction import clean
 from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, play
 from gspo_env.runtime.threads import EnvThread, attempt, watched
 from gspo_env.seeding import global_generators_kept

@@ -203,7 +203,7 @@ def to_lines(episode: Episode) -> list[str]:
     conversation at each turn, as a program does, there is one for each turn that no other turn
     continues; it ends with the answer of that turn as the program received it.
     """
-    from gspo_env.chat.fields import clean
+    from gspo_env.redaction import clean
 
     first = episode.reset.messages
     is_whole = bool(first) and first[-1].role != "assistant"
@@ -227,11 +227,9 @@ def to_lines(episode: Episode) -> list[str]:
 
 def _messages(episode: Episode) -> list[Message]:
     """Returns the conversation of an episode of a text environment."""
-    from gspo_env.chat.messages import first_messages, played_messages
-
-    messages = [*first_messages(episode.prompt, episode.turns[0].observation)]
+    messages = [*episode.prompt.first_messages(episode.turns[0].observation)]
     turns = iter(enumerate(episode.turns))
-    for message in played_messages(episode):
+    for message in episode.played_messages():
         if message.role == "assistant":
             k, turn = next(turns)
             message = _answer(turn, episode.prompt.tools)
@@ -245,7 +243,7 @@ def _messages(episode: Episode) -> list[Message]:
 
 def _answer(turn: Turn, tools: Sequence[Tool]) -> Message:
     """Returns the action of a turn as a message."""
-    from gspo_env.chat.fields import clean
+    from gspo_env.redaction import clean
     from gspo_env.tools.calls import read_action
 
     text = clean(turn.text)

@@ -92,7 +92,6 @@ def parse(arguments: Sequence[str]) -> Any:
         SystemExit: Help was printed.
     """
     from gspo_env.cli.options import Run, prepare, read_options
-    from gspo_env.renamed import instead_of
 
     name, *rest = arguments
     if name in ("-h", "--help"):
@@ -101,14 +100,13 @@ def parse(arguments: Sequence[str]) -> Any:
             print(f"  {each:9} {str(_load(each).__doc__).partition(chr(10))[0]}")
         raise SystemExit(0)
     if name not in COMMANDS:
+        from gspo_env.renamed import instead_of
+
         if instead := instead_of(f"command.{name}"):
             raise ConfigError(f"there is no command {name!r}: {instead}")
         near = "".join(difflib.get_close_matches(name, COMMANDS, n=1))
         hint = f"did you mean {near}? There are" if near else "expected one of"
         raise ConfigError(f"there is no command {name!r}; {hint}: {', '.join(COMMANDS)}")
-    for flag in (text.partition("=")[0] for text in rest if text.startswith("--")):
-        if instead := instead_of(f"{name}.{flag[2:].replace('-', '_')}"):
-            raise ConfigError(f"there is no {flag}: {instead}")
     for flag in _NOT_EMPTY:
         if f"{flag}=" in rest or (flag, "") in itertools.pairwise(rest):
             raise ConfigError(f"{flag} is ''; expected a name, or no {flag} for the default")

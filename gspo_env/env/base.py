@@ -12,8 +12,8 @@ from gymnasium.spaces import Text
 from gymnasium.vector.utils.shared_memory import create_shared_memory
 from numpy.typing import NDArray
 
-from gspo_env.chat.fields import clean as clean
 from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.redaction import clean as clean
 from gspo_env.runtime.loops import make_synchronous
 from gspo_env.types import Message
 

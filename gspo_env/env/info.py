@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 import numpy as np
 
-from gspo_env.chat.messages import read_messages
 from gspo_env.env.base import MAX_OBSERVATION, TextEnvironment, attribute
 from gspo_env.errors import EnvironmentContractError, RefusedError
 from gspo_env.tools.tool import Tool
@@ -187,6 +186,8 @@ def _conversation(value: Any) -> tuple[Message, ...]:
 
 
 def _read_messages(value: Any) -> tuple[Message, ...]:
+    from gspo_env.chat.messages import read_messages
+
     messages = tuple(read_messages(value))
     for message in messages:
         _text(message.content)

@@ -29,7 +29,6 @@ from gspo_env.errors import (
 )
 from gspo_env.redaction import TerminalFormatter, find_mark, redact
 from gspo_env.registry import load_function, load_module
-from gspo_env.renamed import ENVIRONMENTS
 from gspo_env.runtime.loops import make_synchronous
 from gspo_env.runtime.threads import constructing
 
@@ -294,6 +293,8 @@ def class_of(env_id: str) -> str:
 
 def _near(spec: str) -> str:
     """Ends the sentence about an unknown id: what it may have meant, or where it may be found."""
+    from gspo_env.renamed import ENVIRONMENTS
+
     if instead := ENVIRONMENTS.get(spec):
         return f": {instead}."
     if name := class_of(spec):

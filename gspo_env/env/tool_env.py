@@ -15,9 +15,9 @@ from uuid import UUID
 
 import numpy as np
 
-from gspo_env.chat.fields import clean
 from gspo_env.env.base import Action, StepResult, TextEnv
 from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.redaction import clean
 from gspo_env.runtime.loops import settle
 from gspo_env.runtime.threads import foreign, log_once
 from gspo_env.tools.calls import parse_tool_calls

@@ -12,9 +12,14 @@ from dataclasses import dataclass, replace
 
 from gspo_env.config import Config
 from gspo_env.errors import above
-from gspo_env.health.collapse import describe_fall, stays_lower
 from gspo_env.health.findings import Finding
-from gspo_env.runs.evaluations import EvalSnapshot, return_fall, success_fall
+from gspo_env.runs.evaluations import (
+    EvalSnapshot,
+    describe_fall,
+    return_fall,
+    stays_lower,
+    success_fall,
+)
 from gspo_env.runs.run import History, Run
 
 Explanation = tuple[str, str]

@@ -1,4 +1,4 @@
-"""Checks at the start, of an evaluation and in the first steps of a run that it can learn."""
+"""Checks that a run can learn: at its start, in its first steps and at each evaluation."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from gspo_env.registry import name_of
 from gspo_env.rollout.failures import close_quietly
 from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, look, play_now
 from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.runs.evaluations import EvalSnapshot, describe_fall
 from gspo_env.runs.run import History
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.tracking.multi import check_trackers
@@ -265,6 +266,18 @@ def check_success(groups: Sequence[Group], when: str = "before training") -> Fin
         "`success` and any outcome above 0 is one; outcomes go from "
         f"{min(outcomes):.3g} to {max(outcomes):.3g}.",
         advice="Return info['success'] on the last step.",
+    )
+
+
+def find_collapse(evaluations: Sequence[EvalSnapshot]) -> Finding | None:
+    """Returns a finding if the last evaluation of a run in progress shows a collapse."""
+    text = describe_fall(evaluations)
+    if not text:
+        return None
+    return Finding(
+        name="collapse",
+        text=f"{text}: the policy may have collapsed.",
+        advice="Lower the learning rate, use fewer minibatches or add --loss.kl-coef 0.01.",
     )
 
 

@@ -17,12 +17,13 @@ from typing import Any
 
 from gspo_env.chat import ChatTokenizer
 from gspo_env.chat.action import message_for_template
-from gspo_env.chat.fields import clean, parse_json
+from gspo_env.chat.fields import parse_json
 from gspo_env.chat.messages import read_messages, read_tools, write_message
 from gspo_env.errors import ConfigError, RefusedError
 from gspo_env.given_file import read_given
 from gspo_env.recipes.build import LITERAL, build_tokenizer
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.redaction import clean
 from gspo_env.tools.tool import Tool, format_tool_call, tool_call_frames
 from gspo_env.types import (
     Ending,

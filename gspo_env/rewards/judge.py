@@ -18,7 +18,6 @@ from typing import Annotated, Literal
 import numpy as np
 from annotated_types import Ge, Interval
 
-from gspo_env.chat.messages import first_messages, played_messages
 from gspo_env.errors import ConfigError
 from gspo_env.rewards.base import GroupReward, Rating
 from gspo_env.rewards.client import ChatClient, NoAnswerError, Usage
@@ -166,8 +165,8 @@ class Judge(ChatClient, GroupReward):
     ) -> dict[Place, float]:
         """Asks until an answer can be read; returns the scores in the order that was shown."""
         episode = group.episodes[places[0][0]]
-        first = first_messages(episode.prompt, episode.turns[0].observation)
-        texts = {place: played_messages(group.episodes[place[0]], place[1]) for place in places}
+        first = episode.prompt.first_messages(episode.turns[0].observation)
+        texts = {place: group.episodes[place[0]].played_messages(place[1]) for place in places}
         about = criterion + " (Judge the last message only.)" * (self.per == "turn")
         conversations = (first, *texts.values())
         content = repr(tuple([(m.role, m.content) for m in one] for one in conversations))

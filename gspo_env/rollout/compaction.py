@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Ge
 
-from gspo_env.chat.messages import first_messages
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.errors import ConfigError, PromptLengthError
 from gspo_env.rollout.collector import Collector, RolloutPlugin
@@ -147,7 +146,7 @@ class CompactingPolicy(EnginePolicy):
             ConfigError: The environment sends whole conversations, which it compacts itself.
         """
         if not self.first:
-            self.first = first_messages(inputs.prompt, inputs.observation)
+            self.first = inputs.prompt.first_messages(inputs.observation)
         is_new = inputs.turn == self.follows
         is_custom = isinstance(inputs.request, StepInfo) and inputs.request.messages is not None
         if inputs.takes_cuts or (is_custom and not is_new):

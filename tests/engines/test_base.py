@@ -14,10 +14,9 @@ from gspo_env.engines.base import (
     Sampling,
     check_completion,
     drained,
-    sample_parts,
     version_runs,
-    version_starts,
 )
+from gspo_env.engines.parts import sample_parts, version_starts
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EngineError
 from gspo_env.rollout.collector import Collector, RolloutConfig

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from support.small_env import Tools
 
 from gspo_env import tool
-from gspo_env.chat.fields import clean
 from gspo_env.check import check_env
 from gspo_env.env.base import TextEnv, UnicodeText, extract_tag
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
+from gspo_env.redaction import clean
 from gspo_env.rollout.play import play_now, try_out
 from gspo_env.types import StopReason, Task
 

@@ -18,7 +18,6 @@ from support.chat_families import FAMILIES
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification
 
-from gspo_env.chat.messages import first_messages
 from gspo_env.check.environment import check_env
 from gspo_env.env.base import Action
 from gspo_env.env.info import parse_reset, read_prompt
@@ -150,7 +149,7 @@ def test_the_history_of_a_row_may_have_tool_calls_and_their_results(system, last
     assert observation == (last[0]["content"] if last else "9 degrees")
     prompt = read_prompt(env, info)
     assert prompt.system == ("Be brief." if system else None)
-    messages = first_messages(prompt, observation)[bool(system) :]
+    messages = prompt.first_messages(observation)[bool(system) :]
     assert [m.role for m in messages] == [m["role"] for m in [*history, *asked]]
     assert [m.tool_calls for m in messages if m.tool_calls] == [
         (ToolCall(name="weather", arguments={"city": city}, id=f"call{n}"),)

@@ -8,8 +8,8 @@ from support import runs
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import override
-from gspo_env.health.collapse import find_collapse, may_be_chance, stays_lower
-from gspo_env.runs.evaluations import EvalSnapshot
+from gspo_env.health.startup import find_collapse
+from gspo_env.runs.evaluations import EvalSnapshot, may_be_chance, stays_lower
 
 COLLAPSED = [0.97, 1.0, 0.84, 1.0, 1.0, 1.0, 1.0, 0.97, 1.0, 0.0, 0.0, 0.0]
 """Success of a real run with 32 tasks that collapsed at its tenth evaluation."""

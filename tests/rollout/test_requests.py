@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.engines.base import Sampling, Transformers, sample_parts
+from gspo_env.engines.base import Sampling, Transformers
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine
+from gspo_env.engines.parts import sample_parts
 from gspo_env.env.base import TextEnv
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.chat.fields import clean
 from gspo_env.env.base import MAX_TEXT_LENGTH, Options, ResetResult, StepResult, TextEnv
 from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.redaction import clean
 from gspo_env.runtime.threads import log_once
 from gspo_env.seeding import fingerprint, global_generators_kept
 from gspo_envs.data.rows import TaskRows, as_json, begin_chat, read_chat

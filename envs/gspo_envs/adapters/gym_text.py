@@ -17,9 +17,9 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from gspo_env.chat.fields import clean
 from gspo_env.env.base import Options, ResetResult, StepResult, TextEnv, extract_tag
 from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.redaction import clean
 
 MAX_NUMBERS = 1024
 """Maximum numbers in one observation or action; pixels are not text."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from gymnasium.utils.seeding import np_random
 
-from gspo_env.chat.messages import first_messages, played_messages
 from gspo_env.rollout.failures import FaultLog, lose_unscored
 from gspo_env.types import Episode, Group, StopReason
 from gspo_env.types import Message as EpisodeMessage
@@ -55,7 +54,7 @@ def _score(
 ) -> Episode:
     """Scores an episode with the rewards that see one."""
     turns = list(episode.turns)
-    prompt = _plain(first_messages(episode.prompt, turns[0].observation))
+    prompt = _plain(episode.prompt.first_messages(turns[0].observation))
     column = prompt_column(row, settings.get("column", ""))
     alone = [m["role"] for m in prompt if m["role"] != "system"] == ["user"]
     plain = is_text(row[column]) if column in row else alone
@@ -67,7 +66,7 @@ def _score(
         # `step` never saw an action that was cut
         is_cut = is_last and episode.stop_reason is StopReason.MAX_TURN_TOKENS
         if (settings.get("score") == "turn" or is_last) and not is_cut:
-            completion = _plain(played_messages(episode, k))
+            completion = _plain(episode.played_messages(k))
             attempt = Attempt(
                 prompt=prompt, completion=completion, row=row, plain=plain, token_ids=ids
             )

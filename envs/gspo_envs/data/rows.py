@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.chat.fields import clean
 from gspo_env.chat.messages import read_messages
 from gspo_env.env.base import ResetResult
 from gspo_env.episodes.schema import read_bounded
 from gspo_env.errors import ConfigError, MissingExtraError, RefusedError
+from gspo_env.redaction import clean
 from gspo_env.seeding import HELD_OUT, draw_index, fingerprint
 
 COLUMNS = ("prompt", "messages", "conversations", "question")

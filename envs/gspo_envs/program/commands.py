@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_env.chat.fields import clean
 from gspo_env.errors import ConfigError
+from gspo_env.redaction import clean
 from gspo_env.runtime.processes import Guard, spawn_reporting
 from gspo_env.sandbox import PORT, CommandEnd, JailedCommand, Sandbox, wait_for_end
 from gspo_envs.data.rows import as_json

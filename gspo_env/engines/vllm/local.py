@@ -23,8 +23,8 @@ from gspo_env.engines.base import (
     Sampling,
     check_room,
     drained,
-    sample_parts,
 )
+from gspo_env.engines.parts import sample_parts
 from gspo_env.engines.vllm.process import DIE_WITH_PARENT
 from gspo_env.engines.vllm.requests import sampling_fields
 from gspo_env.engines.vllm.settings import EXTENSION, VLLM, VLLMSettings

@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx2 as httpx
 
-from gspo_env.engines.base import Completion, Engine, Sampling, check_room, sample_parts
+from gspo_env.engines.base import Completion, Engine, Sampling, check_room
+from gspo_env.engines.parts import sample_parts
 from gspo_env.engines.vllm.process import Server, State
 from gspo_env.engines.vllm.settings import EXTENSION
 from gspo_env.errors import EngineError
