@@ -455,7 +455,7 @@ def load_start(training: Training, start: Path) -> tuple[Any, Any]:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from gspo_env.chat.transcript import ChatTokenizer
+    from gspo_env.chat.tokenizer import ChatTokenizer
     from gspo_env.env.info import read_prompt
     from gspo_env.env.registration import make_env
     from gspo_env.model.load import load_model

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gspo_env.batch.sample import Sample
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.env.registration import make_env
 from gspo_env.recipes.build import build, imitation_samples, warm_up
 from gspo_env.recipes.tiny import Tiny

@@ -25,7 +25,7 @@ import torch
 from common import cpu_seconds, random_qwen3
 
 from gspo_env.batch.sample import to_samples
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.engines import Completion, Sampling
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.base import TextEnv, UnicodeText

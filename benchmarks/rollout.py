@@ -45,7 +45,7 @@ from common import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.registration import make_env
 from gspo_env.files import step_folders

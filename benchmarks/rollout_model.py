@@ -55,7 +55,7 @@ import torch
 from common import alternate, make_model, show
 from transformers import DynamicCache
 
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.embedded.compiled import CompiledRows
 from gspo_env.engines.embedded.engine import TransformersEngine

@@ -31,7 +31,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import gymnasium
 from vllm import LLM, SamplingParams
 
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.engines.vllm.local import VLLM, VLLMEngine, engine_arguments
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env

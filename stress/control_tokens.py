@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support.chat_families import FAMILIES
 
 from gspo_env.chat.conversation import Transcript
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.types import Message, Prompt, StepInfo, ToolCall
 from gspo_envs.data.dataset import DatasetEnv
 from gspo_envs.data.rewards import Attempt, conversation_encoder

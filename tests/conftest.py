@@ -100,7 +100,7 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def chat(tokenizer):
     """The chat tokenizer over the tiny tokenizer."""
-    from gspo_env.chat.transcript import ChatTokenizer
+    from gspo_env.chat.tokenizer import ChatTokenizer
 
     return ChatTokenizer(tokenizer)
 
@@ -124,7 +124,7 @@ def player(shared_file):
     """A real model after a short warm-up on the look-up environment: it ends its turns."""
     import torch
 
-    from gspo_env.chat.transcript import ChatTokenizer
+    from gspo_env.chat.tokenizer import ChatTokenizer
     from gspo_env.env.registration import make_env
     from gspo_env.recipes.build import build, imitation_samples, warm_up
     from gspo_env.recipes.tiny import Tiny

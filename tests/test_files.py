@@ -65,10 +65,10 @@ def test_runs_that_begin_at_the_same_moment_have_a_folder_each(in_folder):
 def test_a_tokenizer_that_finds_the_disk_full_costs_its_checkpoint_alone(run, caplog):
     with Checkpoints(run, CheckpointConfig()) as store:
         tokenizer = Tokenizer(WordLevel())  # written in Rust, it raises Exception
-        assert not store.attempt("the checkpoint", lambda: tokenizer.save("/dev/full"))
+        assert not store.try_write("the checkpoint", lambda: tokenizer.save("/dev/full"))
         assert "cannot write the checkpoint: No space left on device" in caplog.text
         with pytest.raises(ZeroDivisionError):
-            store.attempt("the checkpoint", lambda: 1 / 0)
+            store.try_write("the checkpoint", lambda: 1 / 0)
 
 
 def test_a_run_that_failed_at_its_start_gives_its_folder_to_the_next(run):

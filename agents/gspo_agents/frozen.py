@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from gspo_agents.player import Player
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.config import from_dict
 from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_completion
 from gspo_env.errors import EngineError

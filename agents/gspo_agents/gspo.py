@@ -20,7 +20,7 @@ from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
 from gspo_agents.setup import (
     Start,
-    check_engine,
+    check_engine_setting,
     check_learning,
     decide_mode,
     imitate,
@@ -29,7 +29,7 @@ from gspo_agents.setup import (
     open_collector,
     start_engine,
 )
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.config import Config, check_estimator, from_dict, override, to_toml, with_score
 from gspo_env.engines import Completion, Engine, Sampling, check_completion
 from gspo_env.env.registration import env_setting, hide_progress_bars
@@ -53,12 +53,13 @@ from gspo_env.model.load import (
 from gspo_env.model.threads import is_small, use_threads
 from gspo_env.redaction import write_text
 from gspo_env.rollout.collector import Collector
+from gspo_env.runs.run import History
 from gspo_env.seeding import derive_seed, seed_generators
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker, start
 from gspo_env.training.checkpoints import Checkpoints, CheckpointWriter, run_facts
 from gspo_env.training.interrupt import stop_on_signals
-from gspo_env.training.loop import History, Loop, evaluate
+from gspo_env.training.loop import Loop, evaluate
 from gspo_env.training.split import Split
 from gspo_env.trust import needs_flags, record
 from gspo_env.types import Episode, Group, Prompt, Role, Task
@@ -74,7 +75,7 @@ class GSPOAgent:
     """Collects grouped episodes of a text environment and trains on them with GSPO-token.
 
     Args:
-        model: A `transformers` causal LM, a folder or hub id; empty builds the embedded tiny model.
+        model: A `transformers` causal LM, a folder or hub id; empty builds the tiny model.
             A model is cast to `config.model_dtype`, unless that is `auto`.
         env: Environment id, `file.py:Class` or a class, or several; the config's by default. A
             class has an id in this process only, so the command line needs its file.
@@ -101,7 +102,7 @@ class GSPOAgent:
         if env:
             self.config = replace(self.config, env=env_setting(env))
         check_estimator(self.config)
-        check_engine(self.config, ranks)
+        check_engine_setting(self.config, ranks)
         getattr(self.config.engine, "require", lambda: None)()
         self.environments = Environments(self.config, self, self._make_env)
         self.env_id = self.environments.env_id
@@ -144,7 +145,7 @@ class GSPOAgent:
         )
         self.folder: Path | None = None
         self._ranks = ranks
-        self._trained, self._skipped = False, 0
+        self._trained, self._skipped_demonstrations = False, 0
         self._source = (model or self.config.model) if isinstance(model, str) else ""
         self._imitates = bool(self._source) and getattr(self.config.recipe, "demonstrates", False)
         self._resumed: Resumed | None = None
@@ -153,7 +154,7 @@ class GSPOAgent:
         self.environments.close()  # from here on, only what they declare is read
 
     def train(self) -> History:
-        """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
+        """Warms up the tiny model, trains, evaluates, tracks and saves; returns the metrics.
 
         SIGINT, SIGTERM and SIGHUP end the training after the step that runs, with a checkpoint; a
         second one raises KeyboardInterrupt. An agent of `resume` continues where its run stopped.
@@ -203,12 +204,12 @@ class GSPOAgent:
                 if resumed is None:
                     checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
                 facts = run_facts(config, self.model, "")
-            facts["left_out"] = self._skipped
+            facts["left_out"] = self._skipped_demonstrations
             writer = CheckpointWriter(
                 checkpoints, interrupt, facts, lambda: tracker.recorded, self._write
             )
             history = self._learn(writer, reporter, resumed, tracker)
-            reporter.end(history, self.split(), self._skipped)
+            reporter.end(history, self.split(), self._skipped_demonstrations)
         return history
 
     def _learn(
@@ -238,7 +239,7 @@ class GSPOAgent:
             )
             if resumed is not None:
                 loop.restore(resumed.checkpoint)
-                reporter.resume(loop.history, loop.score.only)
+                reporter.resume(loop.history, loop.scores.only)
             writer.interrupt.graceful = True
             history = self._loop.run(loop.train())
             self.config = reporter.config
@@ -283,7 +284,8 @@ class GSPOAgent:
         agent = cls(resumed.model, config=resumed.config, tokenizer=resumed.tokenizer, ranks=ranks)
         resumed.check(agent.model)
         agent._imitates = False
-        agent._resumed, agent._skipped = resumed, resumed.checkpoint.numbers["left_out"]
+        agent._resumed = resumed
+        agent._skipped_demonstrations = resumed.checkpoint.numbers["left_out"]
         return agent
 
     @property
@@ -507,7 +509,7 @@ class GSPOAgent:
             return
         split = self.split()
         demonstrations = [episode for episode in start.episodes if not split.holds_out(episode)]
-        self._skipped = len(start.episodes) - len(demonstrations)
+        self._skipped_demonstrations = len(start.episodes) - len(demonstrations)
         progress = progress or Progress(io.StringIO())
         if self._source:  # a model that is built has random weights, which all have to learn
             self._add_adapter()

@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 from gspo_env.chat.conversation import Transcript
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.engines import Completion, Sampling
 from gspo_env.errors import ConfigError, EngineError
 from gspo_env.rollout.settings import RolloutConfig

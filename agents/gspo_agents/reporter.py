@@ -13,25 +13,23 @@ from gspo_agents.terminal import EpisodeCounter, closing, opening, results, star
 from gspo_env.config import Config, to_dict, to_toml, with_score
 from gspo_env.env.base import attribute
 from gspo_env.episodes.schema import PAGE, Phase
-from gspo_env.episodes.writer import EpisodeLog
+from gspo_env.episodes.writer import EpisodeLog, Tokens
 from gspo_env.errors import OutputError
 from gspo_env.files import MODEL, read_file
 from gspo_env.health.findings import Finding
 from gspo_env.health.startup import check_first_evaluation, find_collapse
-from gspo_env.learner.stats import TokenValues
 from gspo_env.model.check import RunMode
 from gspo_env.redaction import write_text
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.runs.evaluations import EvalSnapshot
-from gspo_env.runs.run import Run
+from gspo_env.runs.run import CONFIG, ENVIRONMENT_ERROR, WARNINGS, History, Run
 from gspo_env.tracking.base import SUMMARY, RunInfo
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker
 from gspo_env.tracking.system import SystemMetrics, commit, versions
 from gspo_env.training.checkpoints import Checkpoints
-from gspo_env.training.loop import History, Place
 from gspo_env.training.split import Split
 from gspo_env.types import Group, Score
 
@@ -54,11 +52,12 @@ class Reporter:
     ) -> None:
         self.config, self._progress, self._tracker = config, progress, tracker
         self._checkpoints = checkpoints
-        attempt = checkpoints.attempt
-        self.episodes = EpisodeLog(checkpoints.run, config.episodes, tokenizer, attempt)
+        self.episodes = EpisodeLog(
+            checkpoints.run, config.episodes, tokenizer, checkpoints.try_write
+        )
         self._warnings: list[str] = []
         with suppress(OSError):  # there is none, or an untrusted one is too large
-            warnings = read_file(checkpoints.run, "warnings.txt", 1 << 20)
+            warnings = read_file(checkpoints.run, WARNINGS, 1 << 20)
             self._warnings = warnings.decode(errors="replace").splitlines()
         self._evaluations: list[EvalSnapshot] = []
         self._system = SystemMetrics()
@@ -81,8 +80,8 @@ class Reporter:
         self._progress.line(f"WARNING {finding}")
         self._warnings.append(f"{finding.name}: {finding}")
         text = "\n".join(self._warnings) + "\n"
-        self.write("warnings.txt", text)
-        self._tracker.text("warnings.txt", text)
+        self.write(WARNINGS, text)
+        self._tracker.text(WARNINGS, text)
 
     def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
         """Reports an update, with every metric of the step."""
@@ -124,9 +123,7 @@ class Reporter:
         """Returns the indices of the training groups to keep the episodes of."""
         return self.episodes.groups_to_keep(groups)
 
-    def played(
-        self, step: int, groups: Mapping[int, Group], tokens: Mapping[Place, TokenValues]
-    ) -> None:
+    def played(self, step: int, groups: Mapping[int, Group], tokens: Tokens) -> None:
         """Keeps groups of a training step, with what the update did to their tokens."""
         self.episodes.trained(step, groups, tokens)
         self._trace(step, "train", groups)
@@ -151,12 +148,12 @@ class Reporter:
     def take_score(self, score: Score | None) -> None:
         """Writes the config with the rewards that the run learns from, None before it decides."""
         self.config = with_score(self.config, score)
-        self.write("config.toml", to_toml(self.config))
+        self.write(CONFIG, to_toml(self.config))
 
     def write(self, name: str, text: str) -> None:
         """Writes a file of the run; on a full disk, training continues without it."""
         path: Path = self._checkpoints.run / name
-        self._checkpoints.attempt(name, lambda: write_text(path, text))
+        self._checkpoints.try_write(name, lambda: write_text(path, text))
 
     def save(self, history: History, env_id: str, write: Callable[[Path, int], None]) -> None:
         """Writes and tracks what was trained, at the end or where the run was stopped.
@@ -173,19 +170,19 @@ class Reporter:
         from gspo_env.runs.plots import learning_curve
 
         folder, step = self._checkpoints.run, history[-1][0]
-        if not self._checkpoints.attempt("the trained model", lambda: write(folder, step)):
+        if not self._checkpoints.try_write("the trained model", lambda: write(folder, step)):
             raise OutputError(f"the trained model cannot be written to {str(folder)!r}")
         self._summarise(history)
         record = Run.in_progress(self.config, history)
         title = f"{env_id}, seed {self.config.seed}"
         curve = learning_curve(record, title)
         path = folder / "learning_curve.png"
-        self._checkpoints.attempt(path.name, lambda: curve.savefig(path))
+        self._checkpoints.try_write(path.name, lambda: curve.savefig(path))
         page = folder / PAGE
-        self._checkpoints.attempt(
+        self._checkpoints.try_write(
             page.name, lambda: write_page(Run.open(folder), page, most_mb=_PAGE_MB)
         )
-        for name in ("config.toml", path.name, page.name):
+        for name in (CONFIG, path.name, page.name):
             self._tracker.artifact(folder / name)
         if step == self.config.steps:  # a model that is registered has all steps
             self._tracker.artifact(folder / MODEL, MODEL)
@@ -227,9 +224,8 @@ class Reporter:
                 yield
             finally:
                 if (first := collector.pool.faults.first) is not None:
-                    name = "first-environment-error.txt"
-                    self.write(name, f"{first.message}\n\n{first.traceback}")
-                    self._tracker.artifact(self._checkpoints.run / name)
+                    self.write(ENVIRONMENT_ERROR, f"{first.message}\n\n{first.traceback}")
+                    self._tracker.artifact(self._checkpoints.run / ENVIRONMENT_ERROR)
 
     def _summarise(self, history: History) -> None:
         text = summary(history, self._tracker.started, start_of(self.config))

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gspo_agents.environments import make_pool
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.config import Config, learner_arguments
 from gspo_env.engines import Engine, Transformers
 from gspo_env.env.base import TextEnvironment
@@ -18,7 +18,7 @@ from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.settings import Trainer, make_optimizer
 from gspo_env.model.check import RunMode, check_model
-from gspo_env.recipes import build as embedded
+from gspo_env.recipes.build import imitation_samples, warm_up
 from gspo_env.registry import BUILTIN, load_function, name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPools
@@ -76,7 +76,7 @@ def imitate(
         logger.warning("every demonstration plays a held-out task: the model starts untrained")
         return
     recipe, max_context = config.recipe, config.rollout.max_context
-    samples = embedded.imitation_samples(episodes, chat, max_context, progress.when_slow())
+    samples = imitation_samples(episodes, chat, max_context, progress.when_slow())
     if not samples:
         logger.warning(
             "no demonstration fits rollout.max_context %d: none is imitated", max_context
@@ -95,10 +95,10 @@ def imitate(
         else:
             slow("imitation", step, total, loss=loss)
 
-    embedded.warm_up(model, samples, recipe, config.seed, show, config.learner)
+    warm_up(model, samples, recipe, config.seed, show, config.learner)
 
 
-def check_engine(config: Config, ranks: Ranks | None = None) -> None:
+def check_engine_setting(config: Config, ranks: Ranks | None = None) -> None:
     """Checks that the engine of a config can play for its ranks and its workers.
 
     Raises:

@@ -3,4 +3,4 @@ from .conversation import Transcript as Transcript
 from .conversation import tokenize as tokenize
 from .encode import TextEncoder as TextEncoder
 from .template import ChatTemplate as ChatTemplate
-from .transcript import ChatTokenizer as ChatTokenizer
+from .tokenizer import ChatTokenizer as ChatTokenizer

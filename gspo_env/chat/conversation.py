@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo_env.chat.action import ParsedAction, message_for_template
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.errors import PromptLengthError
 from gspo_env.tools.calls import parse_message
 from gspo_env.types import Episode, Fork, Message, Prompt, ResetInfo, Role, StepInfo, Turn

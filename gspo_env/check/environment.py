@@ -32,7 +32,7 @@ from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContr
 from gspo_env.health.findings import Finding
 from gspo_env.redaction import clean
 from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, play
-from gspo_env.runtime.threads import EnvThread, attempt, watched
+from gspo_env.runtime.threads import EnvThread, call_env, watched
 from gspo_env.seeding import global_generators_kept
 from gspo_env.tools.tool import Tool
 from gspo_env.types import Episode, Prompt, ResetInfo, Score, StepInfo, Task
@@ -160,7 +160,7 @@ def _checked(env: Any, seed: int, episodes: int, policy: Policy, max_turns: int)
             raise EnvironmentCheckError(str(error)) from error
         finally:
             with contextlib.suppress(Exception):  # the check of `close` reports it
-                attempt(env.close)
+                call_env(env.close)
 
 
 class _Check:
@@ -307,12 +307,12 @@ class _Check:
         running = self.running(self.env, seed)
         for _ in range(half + 1):  # it pauses before each turn
             running.send(None)
-        state = attempt(self.env.get_wrapper_attr("snapshot"))
+        state = call_env(self.env.get_wrapper_attr("snapshot"))
         self.same(first, self.finish(running), "after snapshot()")
-        attempt(self.env.reset, seed=seed + 1)
-        attempt(self.env.get_wrapper_attr("restore"), state)
+        call_env(self.env.reset, seed=seed + 1)
+        call_env(self.env.get_wrapper_attr("restore"), state)
         for number, turn in enumerate(first.turns[half:], half):
-            result = attempt(self.env.step, Action(turn.text, turn.action_ids))
+            result = call_env(self.env.step, Action(turn.text, turn.action_ids))
             observation, reward, *_, info = parse_step(self.name, result, None)
             again = (turn.text, observation, reward, replace(info, extra={}), first.stop_reason)
             if not data_equivalence(_records(first)[number + 1], again, exact=True):
@@ -321,7 +321,7 @@ class _Check:
 
     def close(self, env: Any) -> None:
         try:
-            attempt(env.close)
+            call_env(env.close)
         except Exception as error:
             self.fail(f"close() raised {type(error).__name__}: {error}", error)
 
@@ -443,7 +443,7 @@ def _records(episode: Episode) -> list[tuple[object, ...]]:
 
 
 def _chat() -> Any:
-    from gspo_env.chat.transcript import ChatTokenizer
+    from gspo_env.chat.tokenizer import ChatTokenizer
     from gspo_env.recipes.build import TEMPLATE, build_tokenizer
 
     tokenizer = build_tokenizer(["x"])

@@ -136,7 +136,7 @@ def _vllm_import() -> str:
 
 
 def _model(name: str) -> Finding:
-    from gspo_env.chat.transcript import ChatTokenizer
+    from gspo_env.chat.tokenizer import ChatTokenizer
     from gspo_env.engines.embedded.start import check_engine
     from gspo_env.env.registration import hide_progress_bars
     from gspo_env.errors import GspoEnvError

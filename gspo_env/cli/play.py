@@ -242,7 +242,7 @@ def _begin(now: PolicyInput) -> None:
 
 
 def _tools(now: PolicyInput) -> dict[str, Any]:
-    tools = now.prompt.tools if now.request.tools is None else now.request.tools
+    tools = now.prompt.tools if now.info.tools is None else now.info.tools
     return {tool.name: tool for tool in tools}
 
 

@@ -285,11 +285,11 @@ class WorkerCollector(Collector):
         """See `Collector.metrics`."""
         return self.workers.metrics()
 
-    async def play(self, request: RolloutRequest, gate: asyncio.Semaphore) -> Group:
-        """See `Collector.play`. The workers themselves limit the episodes in flight, not `gate`.
+    async def play_group(self, request: RolloutRequest, in_flight: asyncio.Semaphore) -> Group:
+        """See `Collector.play_group`. The workers have limits of their own, not `in_flight`.
 
         Raises:
-            RolloutError: See `Collector.play`; or no worker is left.
+            RolloutError: See `Collector.play_group`; or no worker is left.
         """
         with self._heartbeat.watching():
             group = await self.workers.play(request)

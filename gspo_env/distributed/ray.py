@@ -27,7 +27,7 @@ from gspo_env.errors import MissingExtraError, RolloutError
 from gspo_env.runtime.processes import Guard, PrivateFolder, spawn
 
 if TYPE_CHECKING:
-    from gspo_env.chat.transcript import ChatTokenizer
+    from gspo_env.chat.tokenizer import ChatTokenizer
     from gspo_env.distributed.worker import Lines, WorkerStatus
     from gspo_env.engines.vllm.requests import ServerList
     from gspo_env.rollout.collector import Collector, RolloutRequest

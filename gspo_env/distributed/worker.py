@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from gspo_env.chat.transcript import ChatTokenizer, History
+from gspo_env.chat.tokenizer import ChatTokenizer, HistoryMode
 from gspo_env.engines.vllm.requests import ServerAddress, ServerClient, ServerList
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector, RolloutRequest
@@ -50,7 +50,7 @@ class WorkerSetup:
     make_pool: Callable[[FaultLog], EnvPools]
     """Makes the pool of environments with a log of failures; it can be pickled."""
     tokenizer: Any
-    history: History
+    history: HistoryMode
     """See `ChatTokenizer`."""
     end_ids: tuple[int, ...]
     """See `ChatTokenizer`."""
@@ -111,7 +111,7 @@ class Worker:
         self._engine.replace_servers(servers)
         self._ticking = self._ticking or asyncio.create_task(self._tick())
         try:
-            return to_bytes(await self.collector.play(request, self._gate))
+            return to_bytes(await self.collector.play_group(request, self._gate))
         except Exception as error:
             raise _sendable(error) from None
 

@@ -25,7 +25,7 @@ from gspo_env.env.isolated import DECLARED, FORWARDED, describe_tool, read_group
 from gspo_env.env.registration import make_env
 from gspo_env.runtime import loops
 from gspo_env.runtime.processes import die_with_parent
-from gspo_env.runtime.threads import attempt, foreign
+from gspo_env.runtime.threads import call_env, foreign
 
 
 def serve(descriptor: int, parent: int) -> None:
@@ -44,7 +44,7 @@ def serve(descriptor: int, parent: int) -> None:
         except EOFError:
             return
         try:
-            reply = {"value": attempt(getattr(host, request.pop("call")), **request)}
+            reply = {"value": call_env(getattr(host, request.pop("call")), **request)}
         except Exception as error:
             raised = foreign(error)
             reply = {"error": [raised.name, raised.text, raised.where, raised.trace]}

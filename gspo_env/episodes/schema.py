@@ -226,7 +226,7 @@ class Episodes(Sequence[EpisodeRecord]):
     def __init__(self, table: pa.Table, tokens: Mapping[int, str]) -> None:
         self.table, self.tokens = table, tokens
         """The columns of the page `docs/reference.md`, and the text of each token id."""
-        self._starts = _starts(table)
+        self._starts = first_rows(table)
 
     def __len__(self) -> int:
         """Returns the number of episodes."""
@@ -265,7 +265,7 @@ _MAX_TOKENS = 1 << 26
 """Bytes of the file with the texts of tokens."""
 
 
-def _starts(table: pa.Table) -> list[int]:
+def first_rows(table: pa.Table) -> list[int]:
     """Returns the first row of each episode, and the number of rows."""
     import numpy as np
 

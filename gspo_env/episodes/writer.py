@@ -61,7 +61,7 @@ class EpisodeLog:
         run: Folder of the run.
         settings: What to keep.
         tokenizer: Gives the text of token ids.
-        attempt: Calls a function that may fail to write, such as `Checkpoints.attempt`.
+        try_write: Calls a function that may fail to write, such as `Checkpoints.try_write`.
     """
 
     def __init__(
@@ -69,9 +69,10 @@ class EpisodeLog:
         run: Path,
         settings: EpisodesConfig,
         tokenizer: Any,
-        attempt: Callable[[str, Callable[[], object]], bool],
+        try_write: Callable[[str, Callable[[], object]], bool],
     ) -> None:
-        self.run, self.settings, self._tokenizer, self._attempt = run, settings, tokenizer, attempt
+        self.run, self.settings = run, settings
+        self._tokenizer, self._try_write = tokenizer, try_write
         self._tokens = read_tokens(run)
 
     def groups_to_keep(self, groups: int) -> range:
@@ -99,12 +100,12 @@ class EpisodeLog:
         """Deletes what a run wrote after the step from which it is resumed."""
         for file in episode_files(self.run):
             if file.step > step:
-                self._attempt(f"{FOLDER}/{file.path.name}", file.path.unlink)
+                self._try_write(f"{FOLDER}/{file.path.name}", file.path.unlink)
 
     def _write(self, step: int, phase: Phase, groups: Mapping[int, Group], tokens: Tokens) -> None:
         if groups:
             name = f"{FOLDER}/{step:06d}-{phase}.parquet"
-            self._attempt(name, lambda: self._save(name, to_table(step, phase, groups, tokens)))
+            self._try_write(name, lambda: self._save(name, to_table(step, phase, groups, tokens)))
 
     def _save(self, name: str, table: pa.Table) -> None:
         import pyarrow.parquet as pq

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.config import Config, check_estimator
 from gspo_env.credit.estimators import GroupEstimator
 from gspo_env.env.base import TextEnvironment, attribute

@@ -1,4 +1,4 @@
-"""The embedded default: builds a tiny model and warms it up on imperfect demonstrations.
+"""Builds the tiny model of the default run and warms it up on imperfect demonstrations.
 
 The model learns in minutes on a laptop and exercises the whole pipeline: it has a Qwen3
 architecture, a ChatML template, and a tokenizer with one token per word (bytes for all other text).
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.chat.conversation import tokenize
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.env.base import TextEnvironment
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.losses import GSPO

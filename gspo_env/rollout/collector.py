@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.engines.base import Engine, NamedTensors
 from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.rollout.failures import refuse_failures
@@ -192,11 +192,13 @@ class Collector:
         return groups[::2], groups[1::2]
 
     async def _play_all(self, requests: Sequence[RolloutRequest]) -> list[Group]:
-        gate = asyncio.Semaphore(self.config.concurrency)
+        in_flight = asyncio.Semaphore(self.config.concurrency)
         if self.counter is not None:
             self.counter.expect(sum(request.group_size for request in requests))
         async with first_error(), asyncio.TaskGroup() as running:
-            playing = [running.create_task(self.play(request, gate)) for request in requests]
+            playing = [
+                running.create_task(self.play_group(request, in_flight)) for request in requests
+            ]
             if (on_group := self.on_group) is not None:
                 for task in playing:
                     task.add_done_callback(lambda _: on_group())
@@ -204,12 +206,12 @@ class Collector:
         self.check(groups)
         return groups
 
-    async def play(self, request: RolloutRequest, gate: asyncio.Semaphore) -> Group:
+    async def play_group(self, request: RolloutRequest, in_flight: asyncio.Semaphore) -> Group:
         """Plays the episodes of one group; `check` then judges the groups of a batch.
 
         Args:
             request: The group.
-            gate: Limits the episodes in flight.
+            in_flight: Limits the episodes in flight.
 
         Raises:
             RolloutError: Too many environments hang, or no task without a held-out key was found.
@@ -221,7 +223,7 @@ class Collector:
 
         async def play_one(index: int) -> Episode:
             nonlocal seconds
-            async with gate:
+            async with in_flight:
                 started = clock()
                 seed = derive_seed(request.seed, request.place, index)
                 episode = await self._episode(redraw, seed, request.temperature)
@@ -272,7 +274,7 @@ class Collector:
         """
         retries = self.config.max_retries
 
-        async def attempt(number: int) -> Episode:
+        async def play_once(number: int) -> Episode:
             is_last = 0 < number == retries
             attempt_seed = derive_seed(seed, "retry", number) if is_last else seed
             waiting = self.progress.begin(redraw.task)
@@ -290,7 +292,7 @@ class Collector:
                 policy.release()
                 self.progress.end(waiting)
 
-        return await play_again(attempt, retries, self.pool.faults)
+        return await play_again(play_once, retries, self.pool.faults)
 
 
 @settings

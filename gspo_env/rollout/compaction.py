@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Ge
 
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.errors import ConfigError, PromptLengthError
 from gspo_env.rollout.collector import Collector, RolloutPlugin
 from gspo_env.rollout.play import PolicyInput, PolicyOutput
@@ -148,7 +148,7 @@ class CompactingPolicy(EnginePolicy):
         if not self.first:
             self.first = inputs.prompt.first_messages(inputs.observation)
         is_new = inputs.turn == self.follows
-        is_custom = isinstance(inputs.request, StepInfo) and inputs.request.messages is not None
+        is_custom = isinstance(inputs.info, StepInfo) and inputs.info.messages is not None
         if inputs.takes_cuts or (is_custom and not is_new):
             raise ConfigError(
                 f"compaction is {type(self.compaction).__name__!r} and {inputs.env} sends its own "
@@ -169,7 +169,7 @@ class CompactingPolicy(EnginePolicy):
         if not self.begin < inputs.turn < self.limits.max_turns - 1:
             return False
         room, tokens = self.limits.max_context - self.reserved, len(self.transcript.ids)
-        most = inputs.request.max_tokens or self.limits.max_turn_tokens
+        most = inputs.info.max_tokens or self.limits.max_turn_tokens
         try:
             if len(self._read(self.transcript, inputs).ids) + most <= room:
                 return False
@@ -180,9 +180,9 @@ class CompactingPolicy(EnginePolicy):
     async def _summarize(self, inputs: PolicyInput) -> PolicyOutput:
         """Samples a summary, and begins the next conversation with it."""
         question = self.compaction.instruction
-        request = StepInfo(max_tokens=self.compaction.summary_tokens)
+        info = StepInfo(max_tokens=self.compaction.summary_tokens)
         output = await super().__call__(
-            replace(inputs, observation=question, role="user", request=request)
+            replace(inputs, observation=question, role="user", info=info)
         )
         output = replace(output, question=question)
         if output.stop is not None:
@@ -193,16 +193,16 @@ class CompactingPolicy(EnginePolicy):
         latest = Message(role=inputs.role, content=inputs.observation)
         answer = Message(role="assistant", content=output.text)
         self.follows = inputs.turn + 1
-        return replace(output, info=_next_request(inputs.request, (*self.first, answer, latest)))
+        return replace(output, info=_next_info(inputs.info, (*self.first, answer, latest)))
 
 
-def _next_request(request: ResetInfo | StepInfo, messages: tuple[Message, ...]) -> StepInfo:
-    """Returns a request with another conversation."""
+def _next_info(info: ResetInfo | StepInfo, messages: tuple[Message, ...]) -> StepInfo:
+    """Returns an info with another conversation."""
     return StepInfo(
         messages=messages,
-        observation_role=getattr(request, "observation_role", "user"),
-        tools=request.tools,
-        max_tokens=request.max_tokens,
-        stop=request.stop,
-        agent=request.agent,
+        observation_role=getattr(info, "observation_role", "user"),
+        tools=info.tools,
+        max_tokens=info.max_tokens,
+        stop=info.stop,
+        agent=info.agent,
     )

@@ -17,7 +17,7 @@ from gspo_env.errors import (
     EnvironmentHangError,
     RolloutError,
 )
-from gspo_env.runtime.threads import attempt, foreign, log_once
+from gspo_env.runtime.threads import call_env, foreign, log_once
 from gspo_env.types import Ending, Episode, Fault, Group, StopReason, Task
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class FaultLog:
 def close_quietly(env: TextEnvironment) -> None:
     """Closes an environment; an exception is logged, once for each line: its episodes are over."""
     try:
-        attempt(env.close)
+        call_env(env.close)
     except Exception as error:
         log_once("close()", error)
 

@@ -13,7 +13,7 @@ from gspo_env.env.info import check_length, parse_reset, parse_step, read_prompt
 from gspo_env.errors import EnvironmentContractError, EnvironmentHangError, RolloutError
 from gspo_env.rollout.failures import EnvironmentFailed, describe, hang
 from gspo_env.runtime.loops import ActiveTimeout
-from gspo_env.runtime.threads import attempt
+from gspo_env.runtime.threads import call_env
 from gspo_env.types import (
     ENDED,
     Ending,
@@ -54,7 +54,7 @@ class PolicyInput:
     """The number of turns before this one."""
     reward: float = 0.0
     """The reward of the turn before."""
-    request: ResetInfo | StepInfo = field(default_factory=StepInfo)
+    info: ResetInfo | StepInfo = field(default_factory=StepInfo)
     """The `info` that came with the observation: the conversation, tools and limits of the next
     action, as far as the environment gives them."""
     takes_cuts: bool = False
@@ -191,7 +191,7 @@ def demonstrator(noise: float = 0.0) -> Policy:
         if not inputs.env.has_wrapper_attr("expert_action"):
             raise NotImplementedError(f"{inputs.env} has no expert_action")
         try:
-            action = attempt(inputs.env.get_wrapper_attr("expert_action"), noise)
+            action = call_env(inputs.env.get_wrapper_attr("expert_action"), noise)
             if not isinstance(action, str):
                 text = f"{reprlib.repr(action)} of type {type(action).__name__}, expected a str."
                 raise EnvironmentContractError(f"expert_action() is {text}")
@@ -250,7 +250,7 @@ class EpisodeRun:
         self.env, self.task, self.call, self.redraw = env, task, call, redraw
         self.turns: list[Turn] = []
         self.prompt, self.reset, self.observation = Prompt(), ResetInfo(), ""
-        self.request: ResetInfo | StepInfo = self.reset
+        self.info: ResetInfo | StepInfo = self.reset
         self.gives_outcome = bool(attribute(env, "gives_outcome", False))
         self.takes_cuts = bool(attribute(env, "takes_cut_actions", False))
         self.state_key: str | None = None
@@ -263,17 +263,17 @@ class EpisodeRun:
     async def play(self, policy: Policy, max_turns: int | None) -> StopReason:
         """Plays turns until the episode ends and returns the reason."""
         await self._begin()
-        self.request = self.reset
+        self.info = self.reset
         while max_turns is None or len(self.turns) < max_turns:
             move = policy(
                 PolicyInput(
                     env=self.env,
                     prompt=self.prompt,
                     observation=self.observation,
-                    role=getattr(self.request, "observation_role", "user"),
+                    role=getattr(self.info, "observation_role", "user"),
                     turn=len(self.turns),
                     reward=self.turns[-1].reward if self.turns else 0.0,
-                    request=self.request,
+                    info=self.info,
                     takes_cuts=self.takes_cuts,
                 )
             )
@@ -311,7 +311,7 @@ class EpisodeRun:
         finish: Finish | None = "stop"
         if move.question is not None:
             before, finish, key = move.question, None, None
-            self.request = info or self.request
+            self.info = info or self.info
         elif stop is not None:
             finish = _CUTS.get(stop) if self.takes_cuts else None
         if finish == "context":
@@ -358,7 +358,7 @@ class EpisodeRun:
             check_length(self.env, self.task.env_id, "step()", self.observation)
         except Exception as error:
             raise EnvironmentFailed(describe("reading its step", error)) from error
-        self.request, self.state_key = info, info.state_key
+        self.info, self.state_key = info, info.state_key
         if terminated:
             return StopReason.TERMINATED, reward, info
         return StopReason.TRUNCATED if truncated else None, reward, info
@@ -392,7 +392,7 @@ class EpisodeRun:
         self.calling = name
         try:
             if self.call is None:
-                result = attempt(function, *args, **kwargs)
+                result = call_env(function, *args, **kwargs)
             else:
                 result = await self.call(function, *args, **kwargs)
         except Exception as error:

@@ -44,11 +44,11 @@ class EnginePolicy:
         """See `gspo_env.rollout.play.Policy`."""
         if self.transcript is None:
             self.transcript = Transcript(self.chat, inputs.prompt, self.limits.max_context)
-        limits, request = self.limits, inputs.request
+        limits, info = self.limits, inputs.info
         try:
             prompt = self._read(self.transcript, inputs)
             max_tokens = limits.answer_tokens(
-                len(prompt.ids), request.max_tokens, fills=inputs.takes_cuts
+                len(prompt.ids), info.max_tokens, fills=inputs.takes_cuts
             )
         except PromptLengthError as error:
             return PolicyOutput(
@@ -58,7 +58,7 @@ class EnginePolicy:
             max_tokens=max_tokens,
             temperature=self.temperature,
             stop_ids=self.chat.stop_ids,
-            ends=self.chat.ends(request.stop),
+            ends=self.chat.ends(info.stop),
             seed=derive_seed(self.seed, inputs.turn),
         )
         if not self.weights_ready.is_set():
@@ -105,9 +105,9 @@ class EnginePolicy:
             EnvironmentFailed: The template rejects the conversation that the environment returned.
         """
         try:
-            return transcript.read(inputs.observation, inputs.role, inputs.request)
+            return transcript.read(inputs.observation, inputs.role, inputs.info)
         except ChatTemplateError as error:
-            if isinstance(error, PromptLengthError) or not inputs.request.messages:
+            if isinstance(error, PromptLengthError) or not inputs.info.messages:
                 raise
             text = f"{inputs.env}: the conversation of info: {error}"
             fault = describe("reading its conversation", EnvironmentContractError(text))

@@ -27,7 +27,7 @@ from gspo_env.rollout.failures import (
 )
 from gspo_env.rollout.play import Policy, play, run_now
 from gspo_env.runtime.loops import call_for, has_async, run_in_daemon
-from gspo_env.runtime.threads import EnvThread, attempt
+from gspo_env.runtime.threads import EnvThread, call_env
 from gspo_env.types import Episode, Fault, Group, StopReason, Task
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class EnvPool:
         if seat is None or not (seat.threaded or _blocks(function, args)):
             if seat and attribute(seat.env, "limits_steps", False):
                 return await self._call_soon(self._thread(seat), function, *args, **kwargs)
-            return attempt(function, *args, **kwargs)
+            return call_env(function, *args, **kwargs)
         return await self._thread(seat).call(function, *args, **kwargs)
 
     async def _call_soon(
@@ -208,13 +208,13 @@ class EnvPool:
     async def _new(self, timeout: float | None) -> TextEnvironment:
         async with limited("__init__()", None if self.isolated else timeout):
             thread = None if self.blocking is False else EnvThread()
-            env: TextEnvironment = await self._make_in(thread) if thread else attempt(self.make)
+            env: TextEnvironment = await self._make_in(thread) if thread else call_env(self.make)
             if self.sample is None:
                 self._read(env)
             if thread is not None and self.blocking is False:  # it has to live on the event loop
                 await thread.call(close_quietly, env)
                 thread.stop()
-                env, thread = attempt(self.make), None
+                env, thread = call_env(self.make), None
         self._seats[id(env)] = _Seat(env, thread, thread is not None)
         return env
 
@@ -324,18 +324,18 @@ def _checked(scored: Any, group: Group) -> Group:
 
 
 async def play_again(
-    attempt: Callable[[int], Awaitable[Episode]], retries: int, log: FaultLog
+    play_once: Callable[[int], Awaitable[Episode]], retries: int, log: FaultLog
 ) -> Episode:
     """Plays an episode until its environment does not fail, or `retries` times more.
 
     Args:
-        attempt: Plays the episode; its argument is the number of previous attempts.
+        play_once: Plays the episode; its argument is the number of previous attempts.
         retries: Attempts after the first one.
         log: Counts the failures.
     """
     faults: tuple[Fault, ...] = ()
     for number in range(retries + 1):
-        episode = await attempt(number)
+        episode = await play_once(number)
         if faults:
             episode = replace(episode, retried=faults)
         if not episode.failed:
@@ -394,10 +394,10 @@ def play_alone(
         retries: Attempts after the first one.
     """
 
-    async def attempt_once(number: int) -> Episode:
+    async def play_once(number: int) -> Episode:
         episode = await play(env, task, policy, max_turns=max_turns)
         if episode.failed:
             close_quietly(env)
         return episode
 
-    return run_now(play_again(attempt_once, retries, log))
+    return run_now(play_again(play_once, retries, log))

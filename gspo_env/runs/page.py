@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_env.episodes.schema import EpisodeFile, _starts, episode_files, read_table, read_tokens
+from gspo_env.episodes.schema import EpisodeFile, episode_files, first_rows, read_table, read_tokens
 from gspo_env.episodes.writer import surplus
 from gspo_env.files import write_file
 from gspo_env.runs.run import Run, read_text
@@ -84,7 +84,7 @@ def read_part(file: EpisodeFile) -> Part | None:
     if table.nbytes > _MAX_PART:
         logger.warning("%s is left out of the page: it has %d bytes", file.path, table.nbytes)
         return None
-    starts = _starts(table)
+    starts = first_rows(table)
     firsts = table.take(starts[:-1])
     columns: dict[str, list[Any]] = {name: firsts[name].to_pylist() for name in _COLUMNS}
     names = firsts["episode"].to_pylist()

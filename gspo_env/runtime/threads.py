@@ -102,7 +102,7 @@ def constructing() -> Iterator[None]:
         _enter(previous)
 
 
-def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_env(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls environment code.
 
     Raises:
@@ -269,9 +269,9 @@ class EnvThread:
         self._thread.start()
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        """Queues a call; see `attempt`."""
+        """Queues a call; see `call_env`."""
         future: Future[Any] = Future()
-        self._put((future, lambda: attempt(function, *args, **kwargs)))
+        self._put((future, lambda: call_env(function, *args, **kwargs)))
         return future
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -286,7 +286,7 @@ class EnvThread:
         *args: Any,
         **kwargs: Any,
     ) -> T:
-        """Runs a function that calls an environment, and waits; bounds each call of `attempt`.
+        """Runs a function that calls an environment, and waits; bounds each call of `call_env`.
 
         A call that takes long is mentioned once, with the line where it is.
 

@@ -130,7 +130,7 @@ def _left_out(part: dict[str, Any]) -> bool:
 
 
 _work = threading.local()
-"""`left`: the work that the check in this thread may still do."""
+"""`remaining`: the work that the check in this thread may still do."""
 
 
 @cache

@@ -38,6 +38,7 @@ from gspo_env.files import (
     write_file,
 )
 from gspo_env.redaction import write_text
+from gspo_env.runs.run import CONFIG
 from gspo_env.training.interrupt import Interrupt
 
 if TYPE_CHECKING:
@@ -112,14 +113,14 @@ class Checkpoints:
         The error is also written to `failure.txt`, so that `gspo-env diagnose` finds it.
         """
         note = self.run / FAILURE
-        self.attempt(FAILURE, partial(note.unlink, missing_ok=True))
+        self.try_write(FAILURE, partial(note.unlink, missing_ok=True))
         try:
             yield
         except BaseException as error:
             if isinstance(error, Exception):
                 text = f"{type(error).__name__}: {error}\n"
                 text = text.encode(errors="backslashreplace").decode()  # lone surrogates
-                self.attempt(FAILURE, partial(write_text, note, text))
+                self.try_write(FAILURE, partial(write_text, note, text))
             if self.last is not None:
                 place = self.folder / f"step-{self.last:06d}"
                 logger.error(
@@ -129,7 +130,7 @@ class Checkpoints:
                 logger.warning("stopped: %s", without_checkpoint(self.run))
             raise
 
-    def attempt(self, what: str, write: Callable[[], object]) -> bool:
+    def try_write(self, what: str, write: Callable[[], object]) -> bool:
         """Writes something that training can do without; counts and logs a failure."""
         from safetensors import SafetensorError
 
@@ -182,12 +183,12 @@ class Checkpoints:
                 write_model(part / MODEL, step)
 
         name = f"step-{step:06d}"
-        saved = self.attempt(f"the checkpoint {name}", lambda: self._write(name, fill))
+        saved = self.try_write(f"the checkpoint {name}", lambda: self._write(name, fill))
         if saved:
             self.last = step
             self._good.append(name)
             best = numbers.get("best") or {}
-            self.attempt("the newest checkpoints", lambda: self._tidy(best.get("step")))
+            self.try_write("the newest checkpoints", lambda: self._tidy(best.get("step")))
         self._saved_at = time.monotonic()
         self._seconds = self._saved_at - begun
         return saved
@@ -195,7 +196,7 @@ class Checkpoints:
     def save_start(self, fill: Callable[[Path], None]) -> None:
         """Writes the model of the start, if anything is kept."""
         if self.settings.keep:
-            self.attempt("the model of the start", lambda: self._write(START, fill))
+            self.try_write("the model of the start", lambda: self._write(START, fill))
 
     def use(self, checkpoint: Path, step: int) -> None:
         """Takes an undamaged checkpoint as the last one."""
@@ -291,7 +292,7 @@ def fingerprint(model: Any) -> str:
 
 def without_checkpoint(run: Path) -> str:
     """Returns the sentence that a run has no checkpoint, with the command that begins it again."""
-    config, output = shlex.quote(str(run / "config.toml")), shlex.quote(f"{run}-again")
+    config, output = shlex.quote(str(run / CONFIG)), shlex.quote(f"{run}-again")
     return (
         f"{str(run)!r} has no checkpoint to resume from; begin again with: gspo-env train --config "
         f"{config} --output {output}"

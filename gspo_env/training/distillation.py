@@ -18,7 +18,7 @@ from gspo_env.settings import settings
 
 if TYPE_CHECKING:
     from gspo_env.batch.sample import Sample
-    from gspo_env.chat.transcript import ChatTokenizer
+    from gspo_env.chat.tokenizer import ChatTokenizer
     from gspo_env.learner.settings import Trainer
     from gspo_env.rollout.collector import Collector
     from gspo_env.types import Episode, FloatArray, Group

@@ -17,15 +17,16 @@ from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.estimators import Estimator
 from gspo_env.credit.scores import ScoreChoice, Scores
 from gspo_env.engines.base import NamedTensors
+from gspo_env.episodes.writer import Tokens
 from gspo_env.errors import GspoEnvError, OutputError
 from gspo_env.files import check_types
 from gspo_env.health.findings import Finding
 from gspo_env.health.startup import check_first_steps
 from gspo_env.learner.settings import Trainer
-from gspo_env.learner.stats import TokenValues
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
+from gspo_env.runs.run import History
 from gspo_env.seeding import derive_seed, generator_states, set_generator_states
 from gspo_env.tracking.console import part
 from gspo_env.training.checkpoints import CheckpointWriter
@@ -45,10 +46,6 @@ _DAMAGE = (
 
 logger = logging.getLogger(__name__)
 
-History = list[tuple[int, dict[str, float]]]
-Place = tuple[int, int, int]
-"""Index of a group of a step, of an episode in the group and of a turn."""
-
 
 class Reporter(Protocol):
     """Shows and records the progress of a run."""
@@ -62,9 +59,7 @@ class Reporter(Protocol):
     def groups_to_keep(self, groups: int) -> Collection[int]:
         """Returns the indices of the training groups to keep the episodes of."""
 
-    def played(
-        self, step: int, groups: Mapping[int, Group], tokens: Mapping[Place, TokenValues]
-    ) -> None:
+    def played(self, step: int, groups: Mapping[int, Group], tokens: Tokens) -> None:
         """Reports the groups to keep, by index, and what the update did to their tokens."""
 
     def scored(self, score: Score | None, reason: str) -> None:
@@ -96,17 +91,17 @@ class Loop:
     """Draws the tasks of each step."""
     buffer: RolloutBuffer = field(init=False)
     """Plays the groups of each step."""
-    history: History = field(default_factory=list)
+    history: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     declared: Mapping[str, Score | None] = field(default_factory=dict)
     """The scores that environments declare, used if the config has none."""
     estimator: Estimator = field(init=False)
     """The estimator of the config, bound to its teacher if it has one."""
-    score: Scores = field(init=False)
+    scores: Scores = field(init=False)
     """Which rewards the estimator learns from, in each environment."""
     step: int = 0
     """Steps that are done."""
-    played: float = 0.0
-    """Training episodes that were played."""
+    episodes_played: float = 0.0
+    """Training episodes so far."""
     best: dict[str, float] = field(default_factory=dict)
     """The step of the best saved evaluation after training began, and its success."""
     _warned: bool = False
@@ -116,7 +111,7 @@ class Loop:
         self.estimator = self.config.advantage.bind(self.learner, self.collector)
         setting = self.config.credit.score
         scores = self.declared if setting == "auto" else dict.fromkeys(self.weights, setting)
-        self.score = Scores(
+        self.scores = Scores(
             {name: ScoreChoice(name, scores.get(name)) for name in self.weights},
             fixed=None if self.estimator.uses_score else self.estimator.compares,
             needed=self.estimator.needs_rewards,
@@ -125,7 +120,7 @@ class Loop:
         self.tasks = TaskSampler(
             config.curriculum, self.weights, config.seed, config.tasks_per_step
         )
-        self.buffer = RolloutBuffer(config, playing, self.tasks, self.score, self.split.held_out)
+        self.buffer = RolloutBuffer(config, playing, self.tasks, self.scores, self.split.held_out)
 
     async def train(self) -> History:
         """Runs the steps that are left, until it is interrupted; returns the metrics of each.
@@ -160,10 +155,10 @@ class Loop:
         config, step = self.config, self.step + 1
         with part("rollout"):
             stats = await self.buffer.take()
-        groups, played = stats.groups, [*stats.groups, *stats.unused]
-        metrics = stats.metrics() | {"rollout/episodes_before": self.played}
-        metrics |= self.tasks.record(played)
-        self.played += config.branching.episodes(played)
+        groups, every_group = stats.groups, [*stats.groups, *stats.unused]
+        metrics = stats.metrics() | {"rollout/episodes_before": self.episodes_played}
+        metrics |= self.tasks.record(every_group)
+        self.episodes_played += config.branching.episodes(every_group)
         metrics |= config.compaction.metrics(groups) | config.branching.metrics(groups)
         credit = self._credit(groups, [*before, *groups])
         samples, places = self._samples(groups, credit.advantages)
@@ -171,7 +166,7 @@ class Loop:
         numbers = {n: place for n, place in enumerate(places) if place[0] in recorded}
         if not self.buffer.ahead:
             await self.collector.engine.sleep()
-        tokens: dict[Place, TokenValues] = {}
+        tokens: Tokens = {}
         if samples:
             update = partial(
                 self.learner.update, samples, derive_seed("batch", config.seed, step), numbers
@@ -225,11 +220,11 @@ class Loop:
         """Returns the state of the run at this moment, but for the learner's, as JSON."""
         return {
             "step": self.step,
-            "played": self.played,
+            "played": self.episodes_played,
             "best": self.best,
             "history": list(self.history),
             "curriculum": dict(self.tasks.seen),
-            "score": self.score.state(),
+            "score": self.scores.state(),
             "buffer": self.buffer.state(),
             "generators": generator_states(),
         }
@@ -252,7 +247,7 @@ class Loop:
 
     def _restore(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
         check_types(state, self._state())
-        self.step, self.played = int(state["step"]), float(state["played"])
+        self.step, self.episodes_played = int(state["step"]), float(state["played"])
         if not 0 <= self.step <= self.config.steps:
             raise ValueError(f"step is {self.step}")
         check_types(state["best"], {"step": 0, "success": 0.0})
@@ -260,7 +255,7 @@ class Loop:
         self.history = [(int(step), dict(metrics)) for step, metrics in state["history"]]
         self.tasks.seen = dict(state["curriculum"])
         self.buffer.restore(state["buffer"], self.step)
-        self.score.restore(state["score"])
+        self.scores.restore(state["score"])
         self.learner.restore(checkpoint.tensors(), state["learner"])
         set_generator_states(state["generators"])
 
@@ -273,9 +268,9 @@ class Loop:
         """
         settings, scores = self.config.credit, {}
         if self.estimator.uses_score:
-            if reason := self.score.see(seen):
-                self.reporter.scored(self.score.only, reason)
-            scores = self.score.by_environment
+            if reason := self.scores.see(seen):
+                self.reporter.scored(self.scores.only, reason)
+            scores = self.scores.by_environment
         credit = estimate(groups, self.estimator, settings, scores)
         if credit.blind(groups) and not self._warned:
             self._warned = True
@@ -330,14 +325,17 @@ class Loop:
         """Evaluates; returns the sampled groups."""
         with part("evaluation"):
             evaluation = await evaluate(self.collector, self.split.tasks)
-        metrics = evaluation.metrics() | {"eval/episodes_before": self.played}
+        metrics = evaluation.metrics() | {"eval/episodes_before": self.episodes_played}
         self.history.append((self.step, metrics))
         self.reporter.evaluated(self.step, evaluation, metrics)
         return evaluation.groups
 
 
 async def evaluate(collector: Collector, tasks: Sequence[Task]) -> Evaluation:
-    """Plays the tasks once sampled at the training temperature and once greedily."""
+    """Plays the tasks once sampled at the training temperature and once greedily.
+
+    Its seed is 0 whatever that of the run, so that evaluations differ by the weights alone.
+    """
     started = time.perf_counter()
     sampled, greedy = await collector.collect_evaluation(tasks, seed=0)
     return Evaluation(sampled, greedy, time.perf_counter() - started)

@@ -119,13 +119,13 @@ class StalenessGate:
 
 
 @dataclass(slots=True)
-class TaskAttempt:
+class AdmittedGroup:
     """A group that was admitted and not yet trained on."""
 
     number: int
     """Counts the groups of a run from 0, in the order of their tasks."""
     task: Task
-    attempt: int = 0
+    resamples: int = 0
     """How often another task was sampled in its place."""
     drops: int = 0
     """How often it was too old."""
@@ -158,11 +158,11 @@ class RolloutBuffer:
     ) -> None:
         self._config, self._settings, self._collector = config, config.supply, collector
         self.sampler, self._scores, self._held_out = tasks, scores, held_out or {}
-        self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        self._in_flight = asyncio.Semaphore(config.rollout.concurrency)
         self.gate = StalenessGate(config.tasks_per_step, config.supply.max_staleness)
-        self._attempts: dict[int, TaskAttempt] = {}
-        self._waiting: list[TaskAttempt] = []
-        """Attempts that gave their place back and wait for one."""
+        self._admitted: dict[int, AdmittedGroup] = {}
+        self._waiting: list[AdmittedGroup] = []
+        """Groups that gave their place back and wait for one."""
         self._next = 0
         """The number of the next group."""
         self._tasks: list[Task] = []
@@ -189,7 +189,7 @@ class RolloutBuffer:
 
         Raises:
             RolloutError: No episode has ended for longer than any may take, a group is too old
-                again and again, or see `Collector.play` and `Collector.check`.
+                again and again, or see `Collector.play_group` and `Collector.check`.
         """
         clock = asyncio.get_running_loop().time
         requested = self._progress_at = clock()
@@ -200,8 +200,8 @@ class RolloutBuffer:
         while (numbers := self._choose()) is None:
             await self._wait(requested)
         self._batch = numbers
-        attempts = [self._attempts[number] for number in numbers]
-        groups = [attempt.group for attempt in attempts if attempt.group is not None]
+        admitted_groups = [self._admitted[number] for number in numbers]
+        groups = [admitted.group for admitted in admitted_groups if admitted.group is not None]
         now = self._taken_at = clock()
         metrics = self._metrics(groups, requested, since, now)
         unused = [*self._resampled, *self._stale]
@@ -221,7 +221,7 @@ class RolloutBuffer:
     def advance(self, version: int) -> None:
         """Records that the last batch was trained on and that the engine has the new weights."""
         for number in self._batch:
-            del self._attempts[number]
+            del self._admitted[number]
         self.gate.train(self._batch, version)
         self._batch = []
         if self.ahead:
@@ -229,7 +229,7 @@ class RolloutBuffer:
 
     async def close(self) -> None:
         """Ends the groups that are played; waits a while for an update that still runs."""
-        playing = [a.playing for a in self._attempts.values() if a.playing is not None]
+        playing = [a.playing for a in self._admitted.values() if a.playing is not None]
         for task in playing:
             task.cancel()
         await asyncio.gather(*playing, return_exceptions=True)
@@ -238,15 +238,15 @@ class RolloutBuffer:
 
     def state(self) -> dict[str, Any]:
         """Returns the groups that are lost if the run ends now, as JSON; see `restore`."""
-        lost = sorted([*self._attempts.values(), *self._waiting], key=lambda a: a.number)
-        return {"next": self._next, "open": [[a.number, a.attempt, asdict(a.task)] for a in lost]}
+        lost = sorted([*self._admitted.values(), *self._waiting], key=lambda a: a.number)
+        return {"next": self._next, "open": [[a.number, a.resamples, asdict(a.task)] for a in lost]}
 
     def restore(self, state: Mapping[str, Any], version: int) -> None:
         """Restores a `state`; the groups that were lost are played first."""
         self._next = int(state["next"])
         self._waiting = [
-            TaskAttempt(number=int(number), attempt=int(attempt), task=Task(**task))
-            for number, attempt, task in state["open"]
+            AdmittedGroup(number=int(number), resamples=int(resamples), task=Task(**task))
+            for number, resamples, task in state["open"]
         ]
         self.gate.version = version
         self.gate.admitted = self._next
@@ -259,14 +259,14 @@ class RolloutBuffer:
         last = self._config.steps * self.gate.batch
         while self.gate.capacity > 0 and (self._waiting or self._next < last):
             if self._waiting:
-                attempt = self._waiting.pop(0)
+                admitted = self._waiting.pop(0)
             else:
-                attempt = TaskAttempt(number=self._next, task=self._next_task())
+                admitted = AdmittedGroup(number=self._next, task=self._next_task())
                 self._next += 1
-            self._attempts[attempt.number] = attempt
-            self.gate.admit(attempt.number)
+            self._admitted[admitted.number] = admitted
+            self.gate.admit(admitted.number)
             self._progress_at = asyncio.get_running_loop().time()
-            attempt.playing = asyncio.create_task(self._play(attempt))
+            admitted.playing = asyncio.create_task(self._play(admitted))
 
     def _next_task(self) -> Task:
         step, place = divmod(self._next, self.gate.batch)
@@ -274,30 +274,31 @@ class RolloutBuffer:
             self._tasks = list(self.sampler.draw(step + 1))
         return self._tasks[place]
 
-    async def _play(self, attempt: TaskAttempt) -> None:
-        step, place = divmod(attempt.number, self.gate.batch)
+    async def _play(self, admitted: AdmittedGroup) -> None:
+        step, place = divmod(admitted.number, self.gate.batch)
         parts: tuple[int | str, ...] = ("rollout", self._config.seed, step + 1)
+        again = ("again", admitted.resamples) if admitted.resamples else ()
         request = RolloutRequest(
-            task=attempt.task,
-            seed=derive_seed(*parts, *(("again", attempt.attempt) if attempt.attempt else ())),
+            task=admitted.task,
+            seed=derive_seed(*parts, *again),
             place=place,
             group_size=self._config.rollout.group_size,
             temperature=self._config.rollout.temperature,
             held_out=self._held_out,
         )
         try:
-            group = await self._collector.play(request, self._slots)
+            group = await self._collector.play_group(request, self._in_flight)
             self._progress_at = asyncio.get_running_loop().time()
-            if self._must_resample(attempt, group):
-                self._resample(attempt, group)
+            if self._must_resample(admitted, group):
+                self._resample(admitted, group)
             else:
-                attempt.group = group
+                admitted.group = group
         except Exception as error:  # `take` raises it
             self._error = self._error or error
         self._changed.set()
 
-    def _must_resample(self, attempt: TaskAttempt, group: Group) -> bool:
-        if attempt.attempt >= self._settings.max_resamples:
+    def _must_resample(self, admitted: AdmittedGroup, group: Group) -> bool:
+        if admitted.resamples >= self._settings.max_resamples:
             return False
         successes = _successes(group.episodes)
         if not successes:
@@ -305,17 +306,17 @@ class RolloutBuffer:
         low, high = self._settings.min_success, self._settings.max_success
         return not low <= float(np.mean(successes)) <= high or not self._scores.teaches(group)
 
-    def _resample(self, attempt: TaskAttempt, group: Group) -> None:
+    def _resample(self, admitted: AdmittedGroup, group: Group) -> None:
         """Frees the place of a group for another task of the same environment."""
         self._resampled.append(group)
-        seed = derive_seed("again", attempt.task.seed) % HELD_OUT
-        task = replace(attempt.task, seed=seed)
-        self._give_back(TaskAttempt(attempt.number, task, attempt=attempt.attempt + 1))
+        seed = derive_seed("again", admitted.task.seed) % HELD_OUT
+        task = replace(admitted.task, seed=seed)
+        self._give_back(AdmittedGroup(admitted.number, task, resamples=admitted.resamples + 1))
 
-    def _give_back(self, attempt: TaskAttempt) -> None:
-        del self._attempts[attempt.number]
-        self.gate.drop(attempt.number)
-        self._waiting.append(attempt)
+    def _give_back(self, admitted: AdmittedGroup) -> None:
+        del self._admitted[admitted.number]
+        self.gate.drop(admitted.number)
+        self._waiting.append(admitted)
         self._admit()
 
     def _choose(self) -> list[int] | None:
@@ -324,29 +325,29 @@ class RolloutBuffer:
         Raises:
             RolloutError: A group is too old again and again.
         """
-        for attempt in list(self._attempts.values()):
-            if attempt.group is not None:
-                age = max(_ages(attempt.group, self.gate.version), default=0)
+        for admitted in list(self._admitted.values()):
+            if admitted.group is not None:
+                age = max(_ages(admitted.group, self.gate.version), default=0)
                 if age > self._settings.max_staleness:
-                    self._drop(attempt, attempt.group, age)
-        return self.gate.choose([n for n, a in self._attempts.items() if a.group is not None])
+                    self._drop(admitted, admitted.group, age)
+        return self.gate.choose([n for n, a in self._admitted.items() if a.group is not None])
 
-    def _drop(self, attempt: TaskAttempt, group: Group, age: int) -> None:
+    def _drop(self, admitted: AdmittedGroup, group: Group, age: int) -> None:
         self._stale.append(group)
-        if attempt.drops >= _MAX_DROPS:
+        if admitted.drops >= _MAX_DROPS:
             raise RolloutError(
-                f"a group of {attempt.task.env_id} (seed {attempt.task.seed}) was sampled with "
+                f"a group of {admitted.task.env_id} (seed {admitted.task.seed}) was sampled with "
                 f"weights that are {age} updates old, for the {_MAX_DROPS + 1}th time; expected "
                 f"at most max_staleness {self._settings.max_staleness}: does the engine take the "
                 "new weights?"
             )
-        self._give_back(replace(attempt, drops=attempt.drops + 1, group=None, playing=None))
+        self._give_back(replace(admitted, drops=admitted.drops + 1, group=None, playing=None))
 
     async def _wait(self, requested: float) -> None:
         """Waits until a group is played; logs from time to time what is waited for.
 
         Raises:
-            RolloutError: Nothing happens any more, or see `Collector.play`.
+            RolloutError: Nothing happens any more, or see `Collector.play_group`.
         """
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -374,13 +375,13 @@ class RolloutBuffer:
 
     def _status(self) -> str:
         """Returns what the learner waits for, in one sentence."""
-        playing = [a.task for a in self._attempts.values() if a.group is None]
+        playing = [a.task for a in self._admitted.values() if a.group is None]
         oldest = playing[: self.gate.batch]
         names = ", ".join(f"{task.env_id} seed {task.seed}" for task in oldest[:3])
         more = f" and {len(oldest) - 3} more" if len(oldest) > 3 else ""
         return (
             f"step {self.gate.version + 1} waits for groups of {names}{more}; "
-            f"{len(self._attempts) - len(playing)} groups are ready, {len(playing)} are played"
+            f"{len(self._admitted) - len(playing)} groups are ready, {len(playing)} are played"
         )
 
     def _metrics(

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge, Interval
 
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.credit import GroupEstimator, turn_rewards
 from gspo_env.credit.statistics import divided
 from gspo_env.engines.base import Completion, Engine, Sampling
@@ -114,13 +114,13 @@ class BranchingCollector(Collector):
         super().__init__(**{f.name: getattr(plain, f.name) for f in fields(Collector) if f.init})
         self.plain, self.rule = plain, rule
 
-    async def play(self, request: RolloutRequest, gate: asyncio.Semaphore) -> Group:
-        """See `Collector.play`.
+    async def play_group(self, request: RolloutRequest, in_flight: asyncio.Semaphore) -> Group:
+        """See `Collector.play_group`.
 
         Raises:
             EnvironmentContractError: The environment does not replay, or compares whole groups.
         """
-        group = await self.plain.play(request, gate)
+        group = await self.plain.play_group(request, in_flight)
         if self.pool.of(request.task.env_id).group_reward is not None:
             raise EnvironmentContractError(
                 f"{request.task.env_id}: its group_reward compares whole groups, so its episodes "
@@ -136,7 +136,7 @@ class BranchingCollector(Collector):
         ]
         async with first_error(), asyncio.TaskGroup() as running:
             playing = [
-                running.create_task(self._branch(request, group.episodes[i], (i, k), gate))
+                running.create_task(self._branch(request, group.episodes[i], (i, k), in_flight))
                 for i, k in points
             ]
         episodes = [_numbered(episode, n, None, 0) for n, episode in enumerate(group.episodes)]
@@ -151,7 +151,7 @@ class BranchingCollector(Collector):
         request: RolloutRequest,
         past: Episode,
         point: tuple[int, int],
-        gate: asyncio.Semaphore,
+        in_flight: asyncio.Semaphore,
     ) -> list[Episode]:
         """Plays all continuations of a turn."""
         shared = point[1]
@@ -163,7 +163,9 @@ class BranchingCollector(Collector):
             group_size=self.rule.continuations,
             held_out={},
         )
-        branches = await replace(self.plain, policy=policy, counter=None).play(again, gate)
+        branches = await replace(self.plain, policy=policy, counter=None).play_group(
+            again, in_flight
+        )
         copies = tuple(map(_as_copy, past.turns[:shared]))
         episodes = []
         for episode in branches.episodes:
@@ -206,7 +208,7 @@ class ContinuationPolicy(EnginePolicy):
         pairs = {
             "observation": (inputs.observation, expected.observation),
             "reward": (inputs.reward, before.reward if before else 0.0),
-            "info": (_plain(inputs.request), _plain(before.info if before else self.past.reset)),
+            "info": (_plain(inputs.info), _plain(before.info if before else self.past.reset)),
             "prompt": (output.prompt_ids, expected.prompt_ids),
         }
         for name, (value, original) in pairs.items():

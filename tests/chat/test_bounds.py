@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gspo_env.chat.template import ChatTemplate
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.errors import ChatTemplateError, TemplateBoundsError
 from gspo_env.recipes.build import TEMPLATE
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.chat_families import FAMILIES
 
 from gspo_env.chat.template import ChatTemplate
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.types import Message, Prompt
 from stress import control_tokens as ATTACK
 

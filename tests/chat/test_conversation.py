@@ -9,7 +9,7 @@ import pytest
 from support import forks
 
 from gspo_env.chat.conversation import Transcript
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.rollout.metrics import RolloutStats

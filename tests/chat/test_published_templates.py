@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gspo_env.chat.action import message_for_template
 from gspo_env.chat.conversation import Transcript
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.recipes.build import TEMPLATE, build_tokenizer
 from gspo_env.tools.calls import parse_tool_calls
 from gspo_env.tools.tool import as_tool, format_tool_call, tool

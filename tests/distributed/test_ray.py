@@ -131,7 +131,7 @@ import sys
 sys.path[:0] = {path!r}
 from test_ray import *
 from conftest import WORDS
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.engines.vllm.requests import ServerAddress
 from gspo_env.recipes.build import build_tokenizer
 chat = ChatTokenizer(build_tokenizer(WORDS, ["<tool_call>"]))

@@ -17,7 +17,7 @@ import pytest
 from support.worker_parts import TASKS, Engine, essence, fleet, pretend_server, settings
 
 from gspo_agents.environments import make_pool
-from gspo_agents.setup import check_engine
+from gspo_agents.setup import check_engine_setting
 from gspo_env.config import Config
 from gspo_env.distributed import pool as workers
 from gspo_env.distributed.pool import WorkerCollector, WorkerDied, WorkerPool
@@ -415,13 +415,13 @@ def test_workers_need_servers_and_at_least_one_episode_each():
         RolloutConfig(workers="ray:9", concurrency=8)
     limits = RolloutConfig(workers="ray:2", ray_address="10.0.0.1:6379")
     with pytest.raises(ConfigError, match="expected --engine vllm-server"):
-        check_engine(Config(model="given", rollout=limits))
+        check_engine_setting(Config(model="given", rollout=limits))
     with pytest.raises(ConfigError, match="expected --addresses of servers"):
-        check_engine(Config(model="given", rollout=limits, engine=VLLMServer()))
+        check_engine_setting(Config(model="given", rollout=limits, engine=VLLMServer()))
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch):
     config = Config(model="m", rollout=RolloutConfig(workers="ray:2"), engine=VLLMServer())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'gspo-env\[ray\]'"):
-        check_engine(config)
+        check_engine_setting(config)

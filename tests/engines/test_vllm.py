@@ -16,7 +16,7 @@ from support.logprobs import difference_by_version, other_weights
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.sample import to_samples
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.config import Config
 from gspo_env.credit import ReturnsToGo, estimate
 from gspo_env.engines.base import Sampling

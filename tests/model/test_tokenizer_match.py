@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from gspo_agents.frozen import FrozenAgent
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.sample import Sample
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.engines import Sampling
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.scripted_engine import Scripted
 from support.small_env import Shown, Tools
 
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.engines.base import Transformers
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env

@@ -12,7 +12,7 @@ from support.scripted_engine import Scripted
 
 from gspo_env.batch.sample import to_samples
 from gspo_env.chat import tokenize
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.config import Config, override
 from gspo_env.credit import Outcome, ReturnsToGo
 from gspo_env.env.base import TextEnv

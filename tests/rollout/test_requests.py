@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.engines.base import Sampling, Transformers
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine

@@ -15,7 +15,7 @@ from gspo_env.errors import EnvironmentHangError
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.runtime import threads
 from gspo_env.runtime.loops import ActiveTimeout, rare_garbage_collection
-from gspo_env.runtime.threads import EnvThread, attempt, in_thread
+from gspo_env.runtime.threads import EnvThread, call_env, in_thread
 
 HANGS = '''
 import time
@@ -100,8 +100,8 @@ def test_a_call_that_takes_long_is_mentioned_once_and_is_no_failure(caplog, monk
     monkeypatch.setattr(threads, "_LONG", 0.05)
 
     def wait():
-        attempt(time.sleep, 0.3)
-        attempt(time.sleep, 0.3)
+        call_env(time.sleep, 0.3)
+        call_env(time.sleep, 0.3)
         return 5
 
     with caplog.at_level(logging.WARNING):
@@ -117,7 +117,7 @@ def test_a_function_that_was_left_behind_ends_when_its_call_returns(monkeypatch)
     def play():
         for n in range(1000):
             calls.append(n)
-            attempt(free.wait)
+            call_env(free.wait)
 
     thread = EnvThread()
     with pytest.raises(EnvironmentHangError, match=r"x: wait\(\) has not returned within 0\.05 s"):

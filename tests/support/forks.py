@@ -14,7 +14,7 @@ import torch
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.sample import to_samples
 from gspo_env.chat.conversation import Transcript
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.env.base import TextEnv
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.recipes.build import build_model, build_tokenizer

@@ -18,7 +18,7 @@ from support.virtual_clock import run
 from gspo_agents.gspo import GSPOAgent
 from gspo_agents.setup import start_engine
 from gspo_env.batch.sample import to_samples
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.config import Config, load_toml, override
 from gspo_env.engines.embedded.copy import CopyEngine
 from gspo_env.env.base import TextEnv
@@ -164,7 +164,7 @@ def test_weights_change_between_two_turns_and_each_turn_has_the_log_probabilitie
     async def work():
         task = Task(env_id="gated", seed=3)
         job = RolloutRequest(task=task, seed=0, place=0, group_size=1, temperature=1.0)
-        playing = asyncio.create_task(collector.play(job, asyncio.Semaphore(1)))
+        playing = asyncio.create_task(collector.play_group(job, asyncio.Semaphore(1)))
         disturb()
         await asyncio.to_thread(Gated.reached.wait, 30)
         disturb()

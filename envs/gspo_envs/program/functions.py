@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_env.errors import ForeignError
 from gspo_env.runtime.loops import run_in_daemon, wait_for
-from gspo_env.runtime.threads import attempt, foreign
+from gspo_env.runtime.threads import call_env, foreign
 from gspo_envs.program.runs import Inbox, ProgramEnd
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def start_function(
 
 def _work(call: Callable[[], Any], inbox: Inbox) -> None:
     try:
-        end = ProgramEnd(result=attempt(lambda: _finish(call())))
+        end = ProgramEnd(result=call_env(lambda: _finish(call())))
     except Exception as error:
         end = _end_by(error)
     inbox.end(end)

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from gspo_env.chat.encode import BoundedCache, TextEncoder
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.errors import ChatTemplateError
 from gspo_env.recipes.build import TEMPLATE, build_tokenizer
 from gspo_env.tools.calls import parse_tool_calls

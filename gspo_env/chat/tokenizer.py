@@ -24,7 +24,7 @@ from gspo_env.types import Message, Prompt
 
 logger = logging.getLogger(__name__)
 
-History = typing.Literal["template", "keep", "refuse"]
+HistoryMode = typing.Literal["template", "keep", "refuse"]
 
 _CACHE_BYTES = 1 << 24
 """Bytes of the observations that are kept with their ids."""
@@ -49,7 +49,7 @@ class ChatTokenizer:
     """
 
     def __init__(
-        self, tokenizer: Any, *, history: History = "template", end_ids: Sequence[int] = ()
+        self, tokenizer: Any, *, history: HistoryMode = "template", end_ids: Sequence[int] = ()
     ) -> None:
         self.tokenizer, self.history, self.end_ids = tokenizer, history, tuple(end_ids)
         self.template = ChatTemplate(tokenizer)
