@@ -12,7 +12,7 @@ import random
 import re
 import types
 import warnings
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, NoReturn
@@ -34,7 +34,6 @@ from gspo_env.redaction import clean
 from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, play
 from gspo_env.runtime.threads import EnvThread, call_env, watched
 from gspo_env.seeding import global_generators_kept
-from gspo_env.tools.tool import Tool
 from gspo_env.types import Episode, Prompt, ResetInfo, Score, StepInfo, Task
 
 Policy = Callable[[random.Random, str], str]
@@ -60,6 +59,8 @@ class Checked:
     """Whether an episode ended before the check abandoned it."""
     demonstrated: tuple[bool, ...] = ()
     """Whether each episode of the environment's own demonstrator succeeded; empty without one."""
+    silent_tools: tuple[str, ...] = ()
+    """The tools that returned None."""
 
     @property
     def findings(self) -> Iterator[Finding]:
@@ -84,6 +85,10 @@ class Checked:
                 advice="Give it if a partial outcome is not a success.",
                 ok=True,
             )
+        if self.silent_tools:
+            names = ", ".join(self.silent_tools)
+            text = f"{names} returned None, which the policy reads as 'None'."
+            yield Finding(name="tools", text=text, advice="Return a text.", ok=False)
         won, played = sum(self.demonstrated), len(self.demonstrated)
         shown = f"{won} of {played} episodes succeeded." if played else "None: no expert_action()."
         yield Finding(name="demonstrator", text=shown, ok=True)
@@ -172,6 +177,8 @@ class _Check:
         self.played: list[Episode] = []
         self.shown: tuple[bool, ...] = ()
         """Which episodes of the demonstrator succeeded."""
+        self.silent: tuple[str, ...] = ()
+        """The tools that returned None."""
         self.num_tasks = attribute(env, "num_tasks", None)
         self.tasks: set[str | None] = set()
         """The task keys that were drawn."""
@@ -204,6 +211,7 @@ class _Check:
             declares_success=declares_success,
             ends=bool(ended),
             demonstrated=self.shown,
+            silent_tools=self.silent,
         )
 
     def spaces(self) -> None:
@@ -235,31 +243,39 @@ class _Check:
         seen = self.played[0]
         words = re.findall(r"\w+", seen.turns[0].observation if seen.turns else "") or ["yes"]
         for n, tool in enumerate(seen.prompt.tools):
-            faults = [self.fault(tool, seed, seed + n, words)]
-            while faults[-1] and len(faults) < _CALLS:
-                faults.append(self.fault(tool, seed, seed + n + 1000 * len(faults), words))
-            if faults[-1]:
+            for number in range(_CALLS):
+                call = valid_call(tool, random.Random(seed + n + 1000 * number), words)
+                fault = ""
+                if call is not None:
+                    called = self.finish(self.running(self.env, seed, call))
+                    fault = bug_in(called)[1]
+                if not fault:
+                    break
+            else:
                 self.fail(
                     f"tool {tool.name} raised in each of {_CALLS} calls whose arguments fit its "
-                    f"schema, at last {faults[-1]}; expected a result."
+                    f"schema, at last {fault}; expected a result."
                 )
-
-    def fault(self, tool: Tool, seed: int, draw: int, words: Sequence[str]) -> str:
-        """Calls a tool; returns its fault, empty if it has none in this call."""
-        call = valid_call(tool, random.Random(draw), words)
-        return bug_in(self.finish(self.running(self.env, seed, call)))[1] if call else ""
+            if call is not None:
+                again = self.finish(self.running(self.env, seed, call))
+                self.same(called, again, f"tool {tool.name}: seed {seed} played again")
+                self.silent += (tool.name,) * (called.final_observation == "None")
 
     def demonstrations(self, seed: int, episodes: int) -> None:
         """Plays what the environment's own `expert_action` does, if it has one."""
         for n in range(seed, seed + episodes):
             task = Task(env_id=self.name, seed=n)
             try:
-                shown = self.finish(play(self.env, task, demonstrator(), max_turns=self.max_turns))
+                shown, again = [
+                    self.finish(play(self.env, task, demonstrator(), max_turns=self.max_turns))
+                    for _ in range(2)
+                ]
             except NotImplementedError:
                 return
             self.shown += (bool(shown.success),)
             if (bug := bug_in(shown))[1]:
                 self.fail(f"tool {bug[0]} raised in a call of expert_action(): {bug[1]}")
+            self.same(shown, again, f"expert_action(): seed {n} played again")
 
     def repeats(self, seed: int) -> None:
         """Plays three times: twice alone, then beside a copy that plays another seed."""
@@ -413,8 +429,9 @@ class _Check:
     def same(self, first: Episode, again: Episode, when: str) -> None:
         pairs = zip(_records(first), _records(again), strict=False)
         for turn, (one, two) in enumerate(pairs):
-            if not data_equivalence(one, two, exact=True):
-                self.fail(f"{when}: turn {turn} was {_short(one)} and is {_short(two)}.")
+            for part, now in zip(one, two, strict=True):
+                if not data_equivalence(part, now, exact=True):
+                    self.fail(f"{when}: turn {turn} was {_short(part)} and is {_short(now)}.")
         if len(first.turns) != len(again.turns):
             self.fail(f"{when}: it had {len(first.turns)} turns and has {len(again.turns)}.")
 

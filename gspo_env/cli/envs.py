@@ -24,9 +24,10 @@ class Envs:
         from gspo_env.health.findings import show
 
         if self.check:
-            checked = check_env(self.check, env_kwargs=self.env_kwargs)
-            print(f"{self.check} passes all checks.")
-            for finding in checked.findings:
+            findings = list(check_env(self.check, env_kwargs=self.env_kwargs).findings)
+            end = "." if all(finding.ok for finding in findings) else ", but:"
+            print(f"{self.check} passes all checks{end}")
+            for finding in findings:
                 print(show(finding))
             return
         for env in describe_envs():

@@ -9,7 +9,7 @@ import io
 import random
 import time
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import gymnasium
 import pytest
@@ -324,6 +324,67 @@ def test_a_tool_that_raises_on_a_valid_call_is_shown_with_its_line(caplog):
 
     check_env(Broken())
     assert "tool look raised ConnectionError: no way (" in caplog.text
+
+
+class Drawn(Market):
+    """A tool with a random number of its own, and one that counts the calls of all copies."""
+
+    seen: ClassVar[list[str]] = []
+
+    @tool
+    def price(self, what: str) -> str:
+        """Look a price up."""
+        return f"{random.Random().random()}"
+
+    @tool
+    async def time(self) -> str:
+        """Tell the time."""
+        self.seen.append("time")
+        return f"{len(self.seen)} o'clock"
+
+
+class Counted(Drawn):
+    price = None
+
+
+class Rewarded(Echo):
+    """Its demonstrator alone meets the random reward."""
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, (action == "open sesame") * random.Random().random(), *rest
+
+    def expert_action(self, noise=0.0):
+        return "open sesame"
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (Drawn, r"tool price: seed 0 played again: turn 1 was '0\.\d+' and is '0"),
+        (Counted, 'tool time: seed 0 played again: turn 1 was "1 o\'clock" and is "2'),
+        (Rewarded, r"expert_action\(\): seed 0 played again: turn 1 was 0\.\d+ and is 0"),
+    ],
+)
+def test_what_only_a_tool_or_the_demonstrator_reaches_repeats(broken, message):
+    with pytest.raises(EnvironmentCheckError, match=message):
+        check_env(broken())
+
+
+def test_a_tool_that_prints_in_place_of_returning_is_named():
+    class Prints(Market):
+        @tool
+        def look(self, at: str):
+            """Look."""
+            print("tea", at)
+
+        @tool
+        def put(self, at: str) -> None:
+            """Put."""
+
+    found = {finding.name: finding for finding in check_env(Prints()).findings}
+    assert found["tools"].text == "look, put returned None, which the policy reads as 'None'."
+    assert "tools" not in {finding.name for finding in check_env(Market()).findings}
 
 
 class Size(enum.Enum):
