@@ -96,7 +96,7 @@ class ToolEnv(TextEnv):
             # how much a tool returns is often not known to its author
             longest = self.observation_space.max_length
             observation = "\n".join([answer.text for answer in answers])[:longest]
-            reward = sum([answer.reward for answer in answers])
+            reward = sum([self._reward(answer) for answer in answers])
             info["observation_role"] = "tool"
             if errors := sum([answer.error for answer in answers]):
                 info["tool_errors"] = errors
@@ -140,6 +140,13 @@ class ToolEnv(TextEnv):
     def step_info(self, terminated: bool, truncated: bool) -> dict[str, Any]:
         """Returns additional entries of the step's `info`."""
         return {}
+
+    def _reward(self, answer: _Answer) -> float:
+        if not isinstance(answer.reward, Number):
+            hook = "on_tool_error" if answer.error else "on_tool_result"
+            got = f"{hook}() returned {reprlib.repr(answer.reward)}"
+            raise EnvironmentContractError(f"{type(self).__name__}: {got}, expected a reward.")
+        return answer.reward
 
     def end_episode(self) -> None:
         """Ends the episode after this turn; for tools to call."""

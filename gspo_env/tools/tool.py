@@ -224,6 +224,10 @@ def _fields(
         annotation: Any = Annotated[hints[parameter.name], described]
         required = default is parameter.empty
         fields[parameter.name] = annotation if required else NotRequired[annotation]
+    unknown, undescribed = sorted({*documented} - {*fields}), sorted({*fields} - {*documented})
+    if unknown and undescribed:  # a slip of the pen, or a parameter that was renamed
+        wrong = f"its docstring describes {unknown[0]!r}, which is not a parameter"
+        raise ConfigError(f"tool {name}: {wrong}; expected one of {', '.join(undescribed)}.")
     return fields
 
 

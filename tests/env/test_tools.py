@@ -134,6 +134,16 @@ def _misdescribed(key: str) -> str:
     return key
 
 
+def _misspelt(key: str, count: int = 1) -> str:
+    """Look up.
+
+    Args:
+        count: How often.
+        kye: What to look up.
+    """
+    return key * count
+
+
 def _unresolved(key: Missing) -> str:  # type: ignore[name-defined]  # noqa: F821
     """Look up."""
     return str(key)
@@ -152,12 +162,24 @@ def test_a_final_answer_of_another_form_is_named_with_the_hook_for_info(final):
 
 
 @pytest.mark.parametrize(
+    ("hook", "action"),
+    [("on_tool_result", format_tool_call("echo", {"text": "a"})), ("on_tool_error", "<tool_call>")],
+)
+def test_a_hook_that_returns_no_reward_is_named(hook, action):
+    env = type("Unpaid", (ShopEnv,), {hook: lambda self, *about: None})()
+    env.reset(seed=0)
+    with pytest.raises(EnvironmentContractError, match=rf"Unpaid: {hook}\(\) returned None, expec"):
+        env.step(action)
+
+
+@pytest.mark.parametrize(
     ("function", "message"),
     [
         (_undocumented, "has no docstring"),
         (_untyped, "parameter key has no type annotation"),
         (_variadic, "cannot be given by name"),
         (_unresolved, "cannot be resolved"),
+        (_misspelt, "docstring describes 'kye', which is not a parameter; expected one of key"),
         (_misdescribed, "docstring cannot be read: Expected a colon"),
     ],
 )
