@@ -321,20 +321,32 @@ def free_memory(model: Any) -> float:
     return max(0.0, min(available, group_memory(Path("/sys/fs/cgroup"), groups)))
 
 
+_GROUP = ("max", "current", "inactive_file")
+"""What the files of a control group call its limit, what it uses, and its cache."""
+_OLD_GROUP = ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+
+
 def group_memory(mount: Path, membership: str) -> float:
-    """Returns the bytes that the control groups (version 2) of a process leave it.
+    """Returns the bytes that the control groups (version 1 or 2) of a process leave it.
 
     Args:
         mount: Where the groups are mounted; in a container, its own group may be the outermost.
         membership: What `/proc/self/cgroup` says.
     """
-    least, innermost = math.inf, mount / membership.partition("0::/")[2].strip()
-    for group in (innermost, *innermost.parents):
-        files = [group / f"memory.{kind}" for kind in ("max", "current", "stat")]
-        if all(file.is_file() for file in files) and "max" not in (limit := files[0].read_text()):
-            counts = dict(line.split() for line in files[2].read_text().splitlines())
-            used = int(files[1].read_text()) - int(counts.get("inactive_file", 0))
-            least = min(least, float(int(limit) - used))
+    least = math.inf
+    for line in membership.splitlines():
+        _, controllers, name = line.split(":", 2)
+        old = "memory" in controllers.split(",")  # of version 1; version 2 names no controllers
+        limit, used, cache = _OLD_GROUP if old else _GROUP
+        root = mount / "memory" if old else mount
+        innermost = root / name.strip("/")
+        for group in (innermost, *innermost.parents) if old or not controllers else ():
+            files = [group / f"memory.{kind}" for kind in (limit, used, "stat")]
+            if not all(file.is_file() for file in files) or "max" in files[0].read_text():
+                continue
+            counts = dict(row.split() for row in files[2].read_text().splitlines())
+            free = int(files[0].read_text()) - int(files[1].read_text())
+            least = min(least, float(free + int(counts.get(cache, 0))))
     return least
 
 

@@ -220,6 +220,26 @@ def test_the_limits_of_every_group_around_a_process_count(tmp_path, name, groups
     assert group_memory(tmp_path, f"0::/{name}\n") == left
 
 
+@pytest.mark.parametrize(
+    ("name", "groups", "left"),
+    [
+        ("", {"": (900, 500, 100)}, 500),
+        ("job/step", {"job": (900, 500, 0), "job/step": (800, 500, 0)}, 300),
+        ("job/step", {"job": (700, 500, 0), "job/step": (2**63 - 4096, 500, 100)}, 200),
+        ("elsewhere", {"": (900, 500, 0)}, 400),
+    ],
+)
+def test_so_do_those_of_control_groups_of_version_1(tmp_path, name, groups, left):
+    for group, (limit, used, cached) in groups.items():
+        folder = tmp_path / "memory" / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"inactive_file 0\ntotal_inactive_file {cached}\n")
+    other = f"9:name=systemd:/\n4:memory:/{name}\n3:cpuset:/other\n0::/\n"
+    assert group_memory(tmp_path, other) == left
+
+
 def test_the_free_memory_is_within_that_of_the_machine(agent):
     assert 0 < free_memory(agent.model) <= psutil.virtual_memory().total
 
