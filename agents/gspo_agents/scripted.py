@@ -9,10 +9,11 @@ from gspo_env.env.base import attribute
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.recipes.teacher import training_tasks
-from gspo_env.rollout.failures import FaultLog, refuse_failures
+from gspo_env.rollout.failures import FaultLog, lose_unscored, refuse_failures
 from gspo_env.rollout.play import Policy, demonstrator, look
 from gspo_env.rollout.pool import play_alone
 from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.runtime.loops import settle
 from gspo_env.runtime.threads import in_thread
 from gspo_env.training.split import Split, hold_out, num_eval_tasks, reset_of
 from gspo_env.types import Episode, Group, Task
@@ -64,7 +65,10 @@ class ScriptedAgent:
         expert = demonstrator(self.noise)
         try:
             groups = [
-                Group(task=t, episodes=tuple(self._play(t, expert) for _ in range(samples)))
+                self._guard(
+                    self._scored,
+                    Group(task=t, episodes=tuple(self._play(t, expert) for _ in range(samples))),
+                )
                 for t in (self.split(tasks).tasks if isinstance(tasks, int | str) else tasks)
             ]
         except NotImplementedError as error:
@@ -74,6 +78,12 @@ class ScriptedAgent:
         refuse_failures([episode for group in groups for episode in group.episodes])
         self._faults.summarise()
         return groups
+
+    def _scored(self, group: Group) -> Group:
+        """Adds the rewards of the group, as a rollout does."""
+        if reward := attribute(self._env, "group_reward", None):
+            group = settle(reward(group), "group_reward()")
+        return lose_unscored(group, self._faults)
 
     def _play(self, task: Task, policy: Policy) -> Episode:
         played: Episode = self._guard(play_alone, self._env, task, policy, self._faults)

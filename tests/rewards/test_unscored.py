@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from support.scripted_engine import Scripted
 
+from gspo_agents.scripted import ScriptedAgent
 from gspo_env.credit.estimate import estimate
 from gspo_env.credit.estimators import Outcome
 from gspo_env.env.registration import make_env
@@ -118,3 +119,15 @@ def test_a_kept_episode_that_the_new_rewards_leave_out_is_lost_too(chat, tmp_pat
     scored = asyncio.run(rescore(groups, [place], [], {"data": ROWS}))
     episodes = [e for group in scored for e in group.episodes]
     assert [e.failed for e in episodes] == ["?" in e.turns[0].text for e in episodes]
+
+
+@pytest.mark.parametrize("rewards", [[unless_marked], [Ranks()], [never, Ranks()]])
+def test_episodes_of_the_scripted_agent_are_scored_as_those_of_a_rollout_are(rewards):
+    rows = [row | {"completion": "?" if n % 4 == 3 else "0"} for n, row in enumerate(ROWS)]
+    agent = ScriptedAgent("gspo/Dataset-v0", data=rows, rewards=rewards, held_out=0)
+    groups = agent.evaluate([Task(env_id=agent.env_id, seed=n) for n in range(12)], samples=2)
+    episodes = [e for group in groups for e in group.episodes]
+    marked = [e.turns[0].text == "?" for e in episodes]
+    assert {True, False} == set(marked)
+    assert [e.stop_reason is StopReason.UNSCORED for e in episodes] == marked
+    assert {e.turns[0].reward for e in episodes if not e.failed} == {0.5}
