@@ -176,10 +176,13 @@ def results(
     rows = [[float(n < wins)] for n in range(count)]
     low, high = success_interval(rows, tasks=split.distinct)
     few = ": too few to judge" if high - low > _WIDE else ""
+    ends = [(first, start), (last, "after training")][: len(evaluations)]
+    sampled = ", ".join(f"{each['eval/success']:.1%} {when}" for each, when in ends)
+    greedy = " and ".join(f"{each['eval/success_greedy']:.1%}" for each, _ in ends)
+    after = "after " * (len(ends) > 1)
     lines = [
-        f"Success on {split}: {first['eval/success']:.1%} {start}, "
-        f"{last['eval/success']:.1%} after training (greedy {first['eval/success_greedy']:.1%} and "
-        f"{last['eval/success_greedy']:.1%}); 95 % interval after {low:.0%} to {high:.0%}{few}."
+        f"Success on {split}: {sampled} (greedy {greedy}); "
+        f"95 % interval {after}{low:.0%} to {high:.0%}{few}."
     ]
     if skipped := total("train/skipped_steps"):
         lines.append(f"Optimiser steps skipped, because a number was not finite: {skipped:.0f}.")

@@ -80,6 +80,10 @@ def test_the_result_has_an_interval_and_says_where_episodes_are_too_few(count, f
         f"Success on {split}: 0.0% before training, 50.0% after training (greedy 0.0%"
     )
     assert line.endswith(": too few to judge.") == few
+    (alone,) = results(history[:1], split, 0, "after imitation")
+    assert alone.startswith(
+        f"Success on {split}: 0.0% after imitation (greedy 0.0%); 95 % interval 0%"
+    )
 
 
 @pytest.mark.parametrize(
