@@ -168,7 +168,7 @@ def test_a_final_answer_of_another_form_is_named_with_the_hook_for_info(final):
 def test_a_hook_that_returns_no_reward_is_named(hook, action):
     env = type("Unpaid", (ShopEnv,), {hook: lambda self, *about: None})()
     env.reset(seed=0)
-    with pytest.raises(EnvironmentContractError, match=rf"Unpaid: {hook}\(\) returned None, expec"):
+    with pytest.raises(EnvironmentContractError, match=rf"Unpaid: {hook}\(\) returned None, "):
         env.step(action)
 
 
