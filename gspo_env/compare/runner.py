@@ -249,7 +249,8 @@ def _results(
         began = time.perf_counter()
         for done, (run, code) in enumerate(trained, 1):
             say(f"played {done}/{len(waiting)}  ({_left(began, done, waiting)})")
-            yield read(run, f"its process ended early, with exit code {code}")
+            killed = ": it was killed, as where memory runs out; lower --workers" * (code == -9)
+            yield read(run, f"its process ended early, with exit code {code}{killed}")
 
 
 def _left(began: float, done: int, jobs: Collection[object]) -> str:

@@ -136,7 +136,7 @@ from gspo_env.credit import Outcome
 class Dies(Outcome):
     def advantages(self, group):
         if not Path("mended").exists():
-            os._exit(9)
+            os.kill(os.getpid(), 9)
         return super().advantages(group)
 """
 
@@ -151,6 +151,7 @@ def test_a_death_belongs_to_its_run_which_the_next_start_plays_again(tmp_path, m
     assert [(r.run.arm.name, bool(r.error)) for r in first] == [
         *(("outcome", False), ("mine.py:Dies", True)) * 2
     ]
+    assert "exit code -9: it was killed, as where memory runs out; lower --w" in first[1].error
     (tmp_path / "mended").touch()
     again, said = run(comparison, tmp_path / "out")
     assert "2 of 4 runs have a result already" in said
