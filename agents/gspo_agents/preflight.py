@@ -235,9 +235,10 @@ def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate:
     imitated, episodes = lengths.computed(batch, batch), groups * config.rollout.group_size
     minibatches = min(learner.minibatches, episodes)  # each has whole groups where it can
     part = lengths.computed(math.ceil(groups / minibatches), episodes / minibatches)
-    more, text = _refuse(sizes, config, max(part, imitated), lengths, free)
+    largest = max(part, imitated)
+    more, text = _refuse(sizes, config, largest, lengths, free)
     affordable = free / 4 / (_KEPT * sizes.width * sizes.weight)
-    measured = max(64, int(min(pass_tokens, 1.0 / prompt_token, affordable)))
+    measured = max(64, int(min(largest, pass_tokens, 1.0 / prompt_token, affordable)))
     share = lengths.sampled / lengths.computed(1, 1)
     # a third of the work is that of the weights' gradients, which only adapters do without
     learned_token = _measure_gradient(model, config, measured, share)

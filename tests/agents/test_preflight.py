@@ -25,6 +25,7 @@ from gspo_env.cli.main import parse
 from gspo_env.config import Config, override
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.errors import TrainingError
+from gspo_env.learner.learner import Learner
 from gspo_env.model.thread_speed import best, measure
 
 SIZES = Sizes(
@@ -192,6 +193,22 @@ def test_a_run_that_learns_nothing_is_estimated_too(agent):
     config = override(Config(), {"steps": 0, "eval_tasks": 4, **SHORT})
     expected = estimate(GSPOAgent(agent.model, Wordy, config, agent.tokenizer), ())
     assert "0 s imitate" in expected.rows["run"]
+
+
+def test_no_pass_that_is_measured_is_larger_than_those_of_the_run(agent, monkeypatch):
+    measured = []
+    prepare = Learner.prepare
+
+    def noted(learner, samples):
+        measured.extend(len(sample.token_ids) for sample in samples)
+        return prepare(learner, samples)
+
+    monkeypatch.setattr(Learner, "prepare", noted)
+    learner = {"microbatch_tokens": 16384, "minibatches": 2}
+    few = {"tasks_per_step": 2, "rollout": {"group_size": 2}, "learner": learner}
+    config = override(agent.config, few)
+    lengths = estimate(GSPOAgent(agent.model, Wordy, config, agent.tokenizer), ()).lengths
+    assert measured == [max(64, int(lengths.computed(1, 2)))]
 
 
 def test_what_cannot_fit_is_refused_before_training(agent, monkeypatch):
