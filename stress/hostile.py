@@ -591,7 +591,7 @@ def reseal(path: Path) -> None:
     from gspo_env.training.checkpoints import checksum
 
     folder = next((each for each in path.parents if (each / "manifest.json").is_file()), None)
-    if folder is not None and path.is_file() and not path.is_symlink():
+    if folder and path.name != "manifest.json" and path.is_file() and not path.is_symlink():
         manifest = json.loads((folder / "manifest.json").read_text())
         if (name := str(path.relative_to(folder))) in manifest["files"]:
             manifest["files"][name] = checksum(path)
@@ -604,6 +604,7 @@ def judge(ends: list[Ended], ended: Ended, what: str, outside: Path, *codes: int
         ends.append(ended.expect(*codes))
     except Wrong as wrong:
         WRONGS.append(f"{what}: {wrong}")
+        print(f"    {WRONGS[-1][:300]}", flush=True)
     if outside.read_text() != SENTINEL or SENTINEL in ended.output:
         WRONGS.append(f"{what}, {ended.line}: the file outside was read or written")
         outside.write_text(SENTINEL)
