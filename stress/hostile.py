@@ -618,6 +618,7 @@ def case_hostile_folder(folder: Path, draws: int = 100) -> str:
     draw, ends, outside = random.Random(SEED), list[Ended](), folder / "outside"
     outside.write_text(SENTINEL)
     uri = f"sqlite:///{folder}/store.db"
+    (folder / "reward.py").write_text("def right(attempt):\n    return float(len(attempt.text))\n")
     train(folder / "run", *MLFLOW, uri).expect(0)
     run("compare", *COMPARE, "--output", folder / "compared").expect(0)
     begin = ["--steps", "1", "--output", f"{folder}/new"]
@@ -626,10 +627,10 @@ def case_hostile_folder(folder: Path, draws: int = 100) -> str:
         ["doctor", "{}/model"],
         ["view", "{}", "--no-browser"],
         ["diagnose", "{}"],
-        ["rescore", "{}"],
+        ["rescore", "{}", "--rewards", f"{folder}/reward.py:right"],
         ["sync", "{}", "--tracking-uri", uri],
-        ["train", "--resume", "{}", "--steps", "5"],
-        ["train", "--resume", "{}"],
+        ["train", "--resume", "{}", "--tracking-uri", uri, "--steps", "5"],
+        ["train", "--resume", "{}", "--tracking-uri", uri],
         ["train", "--model", "{}", "--env", "gspo/Lookup-v0", *TINY[6:], *begin],
         ["compare", *COMPARE, "--output", "{}"],
     ]
