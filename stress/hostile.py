@@ -621,7 +621,7 @@ def case_hostile_folder(folder: Path, draws: int = 100) -> str:
     (folder / "reward.py").write_text("def right(attempt):\n    return float(len(attempt.text))\n")
     train(folder / "run", *MLFLOW, uri).expect(0)
     run("compare", *COMPARE, "--output", folder / "compared").expect(0)
-    begin = ["--steps", "1", "--output", f"{folder}/new"]
+    begin = ["--tracker", "none", "--steps", "1", "--output", f"{folder}/new"]
     commands = [
         ["evaluate", "{}"],
         ["doctor", "{}/model"],
