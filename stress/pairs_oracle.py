@@ -328,7 +328,8 @@ class Run:
             f"step {step} gradient norm",
             metrics["train/grad_norm"],
             norm,
-            bound * max(norm, 1e-4 * size),
+            bound * max(norm, 1e-4 * size)
+            + self.slack * 5e-5 * self.settings["loss"].get("kl_coef", 0.0),
         )
         after = self.weights(step)
         first = self.weights(step - 1)
