@@ -119,6 +119,10 @@ class Fields:
             self.refuse(field, value, expected)
         return None if value is None else float(value)
 
+    def inner(self, field: str) -> Fields:
+        """Returns the fields of an object; none if it is absent."""
+        return Fields(self.take(field, dict, "an object") or {}, self.name(field))
+
     def items(self, field: str) -> list[Any]:
         """Returns a list; empty if it is absent."""
         return list(self.take(field, (list, tuple), "a list") or ())

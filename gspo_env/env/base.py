@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.redaction import clean as clean
 from gspo_env.runtime.loops import make_synchronous
-from gspo_env.types import Message
+from gspo_env.types import Message, ResetInfo, StepInfo
 
 if TYPE_CHECKING:
     from gspo_env.tools.tool import Tool
@@ -179,6 +179,9 @@ class TextEnv(gymnasium.Env[str, str]):
     takes_cut_actions: bool = False
     """Whether `step` also takes actions that were cut at their limit of tokens or whose prompt did
     not fit (`Action.finish_reason`), and the episode goes on; otherwise such an episode ends."""
+    count_tokens: Callable[[ResetInfo | StepInfo], int] | None = None
+    """Counts the tokens of the prompt that follows an `info`. With `takes_cut_actions` the rollout
+    sets it before `reset`; an environment in a child process has none."""
     max_turns: int | None = None
     """Turns after which `end_turn` truncates the episode."""
     num_tasks: int | None = None

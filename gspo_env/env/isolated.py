@@ -46,7 +46,10 @@ DECLARED = (
 """Values of an environment that its process sends with each `reset`."""
 FORWARDED = ("expert_action", "abandon", "group_reward", "snapshot", "restore")
 """Methods that run in the process of the environment, beside those of Gymnasium, if it has them."""
-LOCAL = ("blocking", "blocks", "limits_steps", "require_episode", "end_turn", "turns_played")
+LOCAL = (
+    *("blocking", "blocks", "limits_steps", "require_episode", "end_turn", "turns_played"),
+    "count_tokens",
+)
 """Names that are not sent: all calls wait for the process, and its `step` uses its own methods."""
 
 

@@ -287,6 +287,7 @@ class Collector:
                     max_turns=self.config.max_turns,
                     timeout=self.config.episode_timeout,
                     redraw=redraw,
+                    count=policy.count,
                 )
             finally:
                 policy.release()

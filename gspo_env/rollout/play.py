@@ -99,6 +99,7 @@ async def play(
     timeout: float | None = None,
     call: Call | None = None,
     redraw: Redraw | None = None,
+    count: Callable[[ResetInfo | StepInfo], int] | None = None,
 ) -> Episode:
     """Plays one episode.
 
@@ -114,8 +115,11 @@ async def play(
         timeout: Seconds after which the episode is cut; needs a running event loop.
         call: Calls the environment's methods; directly by default.
         redraw: Replaces tasks that are not to be played; by default all are.
+        count: Counts the tokens of a prompt; see `TextEnv.count_tokens`.
     """
     run, fault = EpisodeRun(env, task, call, redraw), None
+    if run.takes_cuts:
+        env.set_wrapper_attr("count_tokens", count)
     limit = ActiveTimeout(timeout, lambda: run.calling)
     try:
         async with limit:

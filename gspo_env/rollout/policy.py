@@ -12,7 +12,7 @@ from gspo_env.rollout.failures import EnvironmentFailed, describe
 from gspo_env.rollout.play import PolicyInput, PolicyOutput
 from gspo_env.rollout.progress import EpisodeProgress
 from gspo_env.seeding import derive_seed
-from gspo_env.types import StopReason
+from gspo_env.types import Prompt, ResetInfo, StepInfo, StopReason
 
 if TYPE_CHECKING:
     from gspo_env.rollout.collector import Collector
@@ -88,6 +88,16 @@ class EnginePolicy:
             seconds=time.perf_counter() - started,
             stop=StopReason.MAX_TURN_TOKENS if is_cut else None,
         )
+
+    def count(self, request: ResetInfo | StepInfo) -> int:
+        """Returns how many tokens the prompt of a request has, while the environment steps.
+
+        Raises:
+            PromptLengthError: It is too long by its characters.
+            ChatTemplateError: The template refuses the conversation.
+        """
+        transcript = self.transcript or Transcript(self.chat, Prompt(), self.limits.max_context)
+        return len(transcript.read("", request=request).ids)
 
     def answers_itself(self, inputs: PolicyInput) -> bool:
         """Returns whether the next action is the answer to a question of its own."""

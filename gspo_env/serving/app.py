@@ -21,7 +21,7 @@ from gspo_env.chat.fields import Fields, Json, parse_json
 from gspo_env.errors import RefusedError
 from gspo_env.serving.connection import SCOPE
 from gspo_env.serving.dialects.chat import Chat, openai_fault
-from gspo_env.serving.dialects.messages import Messages
+from gspo_env.serving.dialects.messages import Messages, TokenCount
 from gspo_env.serving.dialects.responses import Responses
 from gspo_env.serving.request import Dialect, agent_name
 from gspo_env.serving.session import LateRewardError, Reply, Request
@@ -50,6 +50,7 @@ def make_app(server: PolicyServer) -> Starlette:
     dialects: dict[str, Dialect] = {
         "/v1/chat/completions": Chat(),
         "/v1/messages": Messages(),
+        "/v1/messages/count_tokens": TokenCount(),
         "/v1/responses": Responses(),
     }
     routes = [

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from gspo_env.chat import ChatTokenizer, Transcript
+from gspo_env.chat import ChatTokenizer, PromptIds, Transcript
 from gspo_env.engines import Engine, Sampling, check_completion
 from gspo_env.errors import ChatTemplateError, PromptLengthError, RefusedError
 from gspo_env.rollout import RolloutConfig
@@ -88,6 +88,8 @@ class ChatPolicy:
         self._loop.close()
 
     async def _answer(self, request: Request) -> Reply:
+        if request.counts:
+            return self._count(request)
         number = next(self._numbers)
         conversation = self._take(request, number)
         try:
@@ -99,15 +101,11 @@ class ChatPolicy:
     async def _continue(self, conversation: _Conversation, request: Request, number: int) -> Reply:
         """Answers a request in its conversation, which is kept unless there is no answer."""
         try:
-            prompt = conversation.transcript.read(
-                "",
-                request=StepInfo(messages=request.messages, tools=request.tools, stop=request.stop),
-            )
+            prompt = _read(conversation, request)
             limit = self._limits.answer_tokens(len(prompt.ids), request.max_tokens, fills=True)
         except PromptLengthError as error:
-            return self._refuse(conversation, error)
-        except ChatTemplateError as error:
-            raise RefusedError(str(error), param="messages") from None
+            self._release(conversation)
+            return _refuse(error)
         temperature, seed = request.temperature, request.seed
         temperature = self._limits.temperature if temperature is None else temperature
         sampling = Sampling(
@@ -134,20 +132,33 @@ class ChatPolicy:
             stop_text=action.stop_text,
         )
 
-    def _refuse(self, conversation: _Conversation, error: PromptLengthError) -> Reply:
-        """Returns the reply to a prompt that does not fit."""
-        self._release(conversation)
-        message = Message(role="assistant", content=str(error))
-        return Reply(message=message, finish_reason="context", prompt_tokens=error.tokens)
+    def _count(self, request: Request) -> Reply:
+        """Returns the number of tokens of a prompt; the conversation that it continues stays."""
+        key = self._find(request)
+        conversation = None if key is None else self._conversations[key]
+        if conversation is None or conversation.turns >= _MOST_TURNS:
+            conversation = self._begin(request)
+        try:
+            tokens = len(_read(conversation, request).ids)
+        except PromptLengthError as error:
+            return _refuse(error)
+        return Reply(message=Message(role="assistant", content=""), prompt_tokens=tokens)
+
+    def _find(self, request: Request) -> str | None:
+        """Returns the name of the kept conversation that a request continues."""
+        names = reversed(list(_keys(request.messages)))
+        return next((name for name in names if name in self._conversations), None)
 
     def _take(self, request: Request, number: int) -> _Conversation:
         """Returns the conversation that a request continues, or a new one."""
-        for key in reversed(list(_keys(request.messages))):
-            if (conversation := self._conversations.pop(key, None)) is not None:
-                if conversation.turns < _MOST_TURNS:
-                    return conversation
-                self._release(conversation)
-                break
+        if (key := self._find(request)) is not None:
+            conversation = self._conversations.pop(key)
+            if conversation.turns < _MOST_TURNS:
+                return conversation
+            self._release(conversation)
+        return self._begin(request, number)
+
+    def _begin(self, request: Request, number: int = -1) -> _Conversation:
         prompt = Prompt(tools=request.tools)
         return _Conversation(
             transcript=Transcript(self._chat, prompt, self._limits.max_context),
@@ -168,6 +179,28 @@ class ChatPolicy:
         for name in conversation.caches:
             self._engine.release(name)
         conversation.caches.clear()
+
+
+def _read(conversation: _Conversation, request: Request) -> PromptIds:
+    """Returns the prompt of a request.
+
+    Raises:
+        PromptLengthError: It is too long by its characters.
+        RefusedError: The template refuses the conversation.
+    """
+    info = StepInfo(messages=request.messages, tools=request.tools, stop=request.stop)
+    try:
+        return conversation.transcript.read("", request=info)
+    except PromptLengthError:
+        raise
+    except ChatTemplateError as error:
+        raise RefusedError(str(error), param="messages") from None
+
+
+def _refuse(error: PromptLengthError) -> Reply:
+    """Returns the reply to a prompt that does not fit."""
+    message = Message(role="assistant", content=str(error))
+    return Reply(message=message, finish_reason="context", prompt_tokens=error.tokens)
 
 
 def _keys(messages: tuple[Message, ...]) -> Iterator[str]:

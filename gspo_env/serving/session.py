@@ -46,6 +46,10 @@ class Request:
     """The requested seed; None in training, where the rollout's applies."""
     model: str = ""
     """The requested model, which answers repeat; that of the session if the request has none."""
+    effort: str = ""
+    """How much the program wants the policy to think, which has no effect."""
+    counts: bool = False
+    """Whether the tokens of the prompt are counted, and nothing is answered."""
     stream: bool = False
     """Whether the answer is a stream of events."""
     stream_usage: bool = False
@@ -162,9 +166,11 @@ class Session:
         Raises:
             RefusedError: The session was closed, the answer took too long, or was refused.
         """
+        if request.effort:
+            self._count_ignored("effort", "the policy decides how long it thinks")
         if self.training:
             if request.temperature is not None:
-                self._count_ignored("temperature")
+                self._count_ignored("temperature", "training uses the rollout's instead")
             request = replace(request, temperature=None, seed=None)
         if self.closed:
             raise session_closed()
@@ -211,13 +217,11 @@ class Session:
         for connection in self.opened - self.connections:
             connection.transport.abort()
 
-    def _count_ignored(self, name: str) -> None:
+    def _count_ignored(self, name: str, why: str) -> None:
         self.counts[name] += 1
         if name not in _LOGGED:
             _LOGGED.add(name)
-            logger.warning(
-                "A program requested a %s; training uses the rollout's instead (logged once).", name
-            )
+            logger.warning("A program requested the %s of answers; %s (logged once).", name, why)
 
     def _identified(self, call: ToolCall) -> ToolCall:
         """Returns a call with an id that no other of the session has; a model may repeat one."""

@@ -14,6 +14,7 @@ import time
 import httpx2
 import pytest
 from support.jails import eventually, is_alive
+from support.rollouts import collector, play
 from support.serving_policy import hang_up
 
 from gspo_env.check import check_env
@@ -119,6 +120,51 @@ def begin(make):
         return env
 
     return one
+
+
+def counting(counts):
+    """A program that asks three times in one conversation, and what it was told."""
+    told, used = [], []
+
+    def program(task, base_url, api_key):
+        def count():
+            if counts:
+                asked = post(base_url, api_key, "/messages/count_tokens", {"messages": messages})
+                told.append(asked[1].get("input_tokens", asked))
+
+        messages = [{"role": "user", "content": "look up one"}]
+        for n in range(3):
+            count()
+            body = {"messages": messages, "max_tokens": 8}
+            answer = post(base_url, api_key, "/messages", body)[1]
+            used.append(answer["usage"]["input_tokens"])
+            messages.append({"role": "assistant", "content": answer["content"]})
+            messages.append({"role": "user", "content": f"look up {n}"})
+        count()
+        return 1.0
+
+    return program, told, used
+
+
+def test_a_program_that_counts_tokens_plays_the_same_episode(player, make):
+    def episode(program):
+        env = make(program)
+        (group,) = play(collector(player, lambda: env), tasks=1, size=1)
+        return [(t.prompt_ids, t.action_ids, t.reward) for t in group.episodes[0].turns]
+
+    program, told, used = counting(True)
+    assert episode(program) == episode(counting(False)[0])
+    assert told[:3] == used
+    assert len(used) == 3
+    assert told[3] > used[2]
+
+
+def test_without_a_rollout_a_count_is_refused(begin):
+    program, told, _ = counting(True)
+    begin(program).step("so")
+    for status, body in told[:2]:
+        assert (status, body["type"]) == (400, "error")
+        assert "nothing counts tokens here" in body["error"]["message"]
 
 
 def python(code):

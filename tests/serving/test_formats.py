@@ -87,13 +87,22 @@ REFUSED = {
         *({"tool_choice": {"type": "any"}}, {"tool_choice": {"type": "tool", "name": "look"}}),
         {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
         *({"top_k": 5}, {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
-        *({"tools": [{"type": "bash", "name": "bash"}]}, {"max_tokens": None}, {"mcp_servers": []}),
+        *({"thinking": {"type": "between_tools"}}, {"output_config": {"task_budget": {}}}),
+        *({"output_config": {"format": {"type": "json_schema"}}}, {"speed": 2}),
+        *({"mcp_servers": [{"type": "url"}]}, {"container": "c"}, {"thread": {"type": "create"}}),
+        *(
+            {"context_management": {"edits": [{"type": t}]}}
+            for t in ("clear_tool_uses_20250919", 3)
+        ),
+        *({"tools": [{"type": "bash", "name": "bash"}]}, {"max_tokens": None}),
         {"tools": [{"name": "look", "input_schema": {}}] * 2},
+        {"tools": [{"name": "look", "input_schema": {}, "defer_loading": True}]},
+        {"messages": [{"role": "system", "content": "x", "clear_at": "next_user_message"}]},
     ],
     "/responses": [
         *({"previous_response_id": "resp_1"}, {"conversation": "c"}, {"background": True}),
         *({"tools": [{"type": "web_search"}]}, {"text": {"format": {"type": "json_schema"}}}),
-        *({"reasoning": {"effort": "high"}}, {"tool_choice": "required"}),
+        *({"reasoning": {"mode": "pro"}}, {"tool_choice": "required"}, {"input": []}),
         {"input": [{"type": "item_reference", "id": "x"}]},
         {"tools": [{"type": "function", "name": "look"}] * 2},
     ],
@@ -111,6 +120,63 @@ def test_what_cannot_be_done_is_refused_with_the_name_of_the_field(opened, path,
     assert error["type"] == "invalid_request_error"
     assert next(iter(body)) in error["message"] + str(error.get("param"))
     assert not policy.seen
+
+
+CLAUDE_CODE = {
+    **{"thinking": {"type": "adaptive", "display": "summarized"}, "speed": "fast"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    **{"output_config": {"effort": "xhigh"}, "mcp_servers": [], "fallbacks": "default"},
+    **{"metadata": {"user_id": "u"}, "diagnostics": {"previous_message_id": None}, "betas": ["b"]},
+    "cache_control": {"type": "ephemeral"},
+    "tools": [{"name": "look", "input_schema": {}, "defer_loading": False, "strict": False}],
+}
+"""Fields that Claude Code and Anthropic's clients send, and that change nothing here."""
+CODEX = {"reasoning": {"effort": "high", "summary": "auto"}, "text": {"verbosity": "medium"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *(("/messages", {field: value}) for field, value in CLAUDE_CODE.items()),
+        *(("/messages", {"thinking": {"type": "disabled"}}), ("/messages", {"output_config": {}})),
+        ("/messages", {"context_management": {"edits": []}}),
+        *(("/responses", CODEX), ("/chat/completions", {"reasoning_effort": "low"})),
+    ],
+)
+def test_what_changes_no_answer_is_taken(opened, path, body):
+    policy = Policy()
+    got = opened(policy).post(path, json={**BODIES[path], **body})
+    assert got.status_code == 200, got.text
+    assert len(policy.seen) == 1
+
+
+def test_an_effort_without_effect_is_counted(opened):
+    client = opened(Policy(), training=False)
+    client.post("/messages", json={**HI, "output_config": {"effort": "low"}})
+    client.post("/chat/completions", json={**HI, "reasoning_effort": "low"})
+    client.post("/responses", json={"input": "hi", "reasoning": {"effort": "low"}})
+    client.post("/responses", json={"input": "hi", "reasoning": {}})
+    assert client.session.counts == {"effort": 3}
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
+def test_a_message_without_content_is_an_empty_one(opened, path):
+    policy = Policy()
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": []}]
+    for before in ([], said):
+        for content in ([], None, ""):
+            messages = [*before, {"role": "user", "content": content}]
+            got = opened(policy).post(path, json={**HI, "messages": messages})
+            assert got.status_code == 200, got.text
+            assert policy.seen[-1].messages[-1] == Message(role="user", content="")
+
+
+def test_a_system_message_may_stand_between_those_of_anthropic(opened):
+    policy = Policy()
+    text = [{"type": "text", "text": "be brief"}]
+    messages = [*HI["messages"], {"role": "system", "content": text, "clear_at": "never"}]
+    assert opened(policy).post("/messages", json={**HI, "messages": messages}).status_code == 200
+    assert policy.seen[0].messages[1] == Message(role="system", content="be brief")
 
 
 def test_errors_of_anthropic_have_its_format(opened):

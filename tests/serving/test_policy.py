@@ -71,6 +71,37 @@ def test_a_prompt_has_the_ids_of_the_chat_template(served, chat):
     assert got["choices"][0]["message"]["content"] == chat.decode(done.token_ids)
 
 
+def test_tokens_are_counted_as_the_prompt_has_them(served):
+    """Also where a request continues sampled ids, which are not those of the text."""
+    tool = {"name": "lookup", "input_schema": {"type": "object"}}
+    body = {**HI, "system": "be brief", "tools": [tool], "max_tokens": 8, "temperature": 1}
+    sampled = []
+    for seed in range(4):
+        counted = {name: body[name] for name in ("model", "system", "tools", "messages")}
+        count = served.post("/messages/count_tokens", json=counted).json()
+        count_again = served.post("/messages/count_tokens", json=counted).json()
+        got = served.post("/messages", json=body).json()
+        assert count == count_again == {"input_tokens": got["usage"]["input_tokens"]}
+        prompt, _, done = served.engine.asked[-1]
+        assert count["input_tokens"] == len(prompt)
+        assert prompt[: len(sampled)] == sampled
+        sampled = [*prompt, *done.token_ids]
+        said = {"role": "assistant", "content": got["content"]}
+        messages = [*body["messages"], said, {"role": "user", "content": f"birch {seed}"}]
+        body = {**body, "messages": messages}
+    assert len(served.engine.asked) == 4
+
+
+def test_counted_tokens_may_be_more_than_fit(served):
+    long = [{"role": "user", "content": "amber " * 200}]
+    count = served.post("/messages/count_tokens", json={"messages": long}).json()
+    assert count["input_tokens"] > 200
+    long = [{"role": "user", "content": "x" * 1_000_000}]
+    error = served.post("/messages/count_tokens", json={"messages": long})
+    assert (error.status_code, error.json()["type"]) == (400, "error")
+    assert "tokens" in error.json()["error"]["message"]
+
+
 def test_the_next_request_continues_the_sampled_ids(served, chat):
     """As in training: what was sampled is not tokenised again."""
     message = post(served, temperature=2.0, seed=3).json()["choices"][0]["message"]

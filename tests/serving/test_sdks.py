@@ -146,6 +146,22 @@ def test_anthropic_with_a_call_and_its_result(anthropic, stream):
     assert policy.seen[0].messages[0] == Message(role="system", content="be brief")
 
 
+def test_anthropic_counts_tokens_and_sends_what_claude_code_does(anthropic):
+    policy = Policy("ok", prompt_tokens=7)
+    client = anthropic(policy)
+    assert client.messages.count_tokens(model="m", messages=HI).input_tokens == 7
+    got = client.beta.messages.create(
+        model="m",
+        max_tokens=5,
+        messages=HI,
+        betas=["context-management-2025-06-27", "effort-2025-11-24"],
+        thinking={"type": "adaptive"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        output_config={"effort": "high"},
+    )
+    assert (got.content[0].text, got.usage.input_tokens) == ("ok", 7)
+
+
 def test_anthropic_errors_have_their_classes(anthropic):
     import anthropic as sdk
 

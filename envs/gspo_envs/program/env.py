@@ -20,15 +20,17 @@ from gspo_env.env.base import (
     clean,
 )
 from gspo_env.errors import (
+    ChatTemplateError,
     ConfigError,
     EnvironmentContractError,
     EnvironmentCrashError,
     EnvironmentHangError,
     ForeignError,
+    RefusedError,
 )
 from gspo_env.registry import load_function
 from gspo_env.tools.tool import Tool
-from gspo_env.types import Message
+from gspo_env.types import Message, StepInfo
 from gspo_envs.data.rewards import Rewards, check_success
 from gspo_envs.data.rows import TaskRows, begin_chat
 from gspo_envs.program.commands import read_sandbox, start_command
@@ -235,12 +237,31 @@ class ProgramEnv(TextEnv):
     def _next(self) -> PendingRequest | ProgramEnd | str:
         """Waits for the program; returns its next request, its end, or the limit that it passed."""
         assert self._running is not None
-        began = time.monotonic()
-        event = self._running.inbox.next(min(self.silence, self._seconds_left))
-        self._seconds_left -= time.monotonic() - began
-        if event is None:
-            return "timeout" if self._seconds_left <= 0 else "silence"
-        return event
+        while True:
+            began = time.monotonic()
+            event = self._running.inbox.next(min(self.silence, self._seconds_left))
+            self._seconds_left -= time.monotonic() - began
+            if event is None:
+                return "timeout" if self._seconds_left <= 0 else "silence"
+            if not (isinstance(event, PendingRequest) and event.request.counts):
+                return event
+            self._count(event)
+
+    def _count(self, pending: PendingRequest) -> None:
+        """Answers a request that asks only how many tokens its prompt has."""
+        from gspo_env.serving import Reply
+
+        request = pending.request
+        info = StepInfo(messages=request.messages, tools=request.tools, stop=request.stop)
+        try:
+            if self.count_tokens is None:
+                raise ChatTemplateError("nothing counts tokens here; expected isolation 'thread'")
+            tokens = self.count_tokens(info)
+        except ChatTemplateError as error:
+            pending.refuse(RefusedError(str(error), param="messages"))
+            return
+        answer = Message(role="assistant", content="")
+        pending.answer(Reply(message=answer, prompt_tokens=tokens))
 
     def _observe(self, pending: PendingRequest) -> tuple[str, dict[str, Any]]:
         """Returns the observation and the keys of `info` of a request."""

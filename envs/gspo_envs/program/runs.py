@@ -11,6 +11,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gspo_env.errors import RefusedError
 from gspo_envs.program.rewards import TurnRewards
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ class PendingRequest:
         """Answers the request, unless the program has hung up."""
         with contextlib.suppress(InvalidStateError):
             self.reply.set_result(reply)
+
+    def refuse(self, error: RefusedError) -> None:
+        """Refuses the request, unless the program has hung up."""
+        with contextlib.suppress(InvalidStateError):
+            self.reply.set_exception(error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,10 +23,10 @@ HARMLESS = (
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     **{"n": (1,), "top_p": (1,), "frequency_penalty": (0,), "presence_penalty": (0,)},
     **{"logit_bias": ({},), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)},
-    **{"best_of": (1,), "parallel_tool_calls": (True,), "reasoning_effort": ("none",)},
-    **{"verbosity": ("medium",), "guided_json": (), "guided_regex": (), "guided_grammar": ()},
-    **{"structured_outputs": (), "functions": ([],), "function_call": ("auto", "none")},
-    **{"web_search_options": (), "chat_template_kwargs": ({},)},
+    **{"best_of": (1,), "parallel_tool_calls": (True,), "verbosity": ("medium",)},
+    **{"guided_json": (), "guided_regex": (), "guided_grammar": (), "structured_outputs": ()},
+    **{"functions": ([],), "function_call": ("auto", "none"), "web_search_options": ()},
+    **{"chat_template_kwargs": ({},)},
 }
 """The values of fields that change nothing; others are refused."""
 _PLAIN: Mapping[str, Sequence[Any]] = {
@@ -54,8 +54,9 @@ class Chat:
             max_tokens=newer if newer is not None else older,
             stop=stops(fields, "stop"),
             seed=fields.take("seed", int, "an integer"),
+            effort=fields.text("reasoning_effort"),
         )
-        usage = bool((fields.take("stream_options", dict, "an object") or {}).get("include_usage"))
+        usage = bool(fields.inner("stream_options").values.get("include_usage"))
         fields.ignore(HARMLESS)
         fields.only({"response_format": ({"type": "text"},)}, FORMAT)
         fields.only(NEUTRAL, DISTRIBUTION)

@@ -1,8 +1,9 @@
-"""Anthropic's messages: `POST /v1/messages`."""
+"""Anthropic's messages: `POST /v1/messages`, and the count of their tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gspo_env.chat.fields import Fields, Json, content
@@ -13,12 +14,16 @@ from gspo_env.serving.request import make_request, stops
 from gspo_env.serving.session import Reply, Request
 from gspo_env.types import Message, ToolCall
 
-_HARMLESS = ("metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id")
-_NEUTRAL: Mapping[str, Sequence[Any]] = {
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "thinking": ({"type": "disabled"},),
+_HARMLESS = (
+    *("metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id"),
+    *("betas", "billing_policy", "diagnostics", "fallbacks", "fallback_credit_token"),
+)
+_NEUTRAL: Mapping[str, Sequence[Any]] = {"top_p": (1,), "top_k": (0, -1)}
+_ELSEWHERE: Mapping[str, Sequence[Any]] = {
+    **{"mcp_servers": ([],), "container": (), "thread": (), "compaction": ()}
 }
+_EDIT = "clear_thinking_20251015"
+"""Which earlier reasoning a prompt has, the chat template decides."""
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 _TEXT = ("text",)
@@ -28,6 +33,8 @@ class Messages:
     """The wire format."""
 
     prefix = "msg_"
+    counts = False
+    """Whether the tokens of a request are counted, not answered."""
 
     def read(self, body: Json, name: str, agent: str | None = None) -> Request:
         """See `Dialect.read`."""
@@ -38,7 +45,7 @@ class Messages:
         for n, message in enumerate(fields.items("messages")):
             messages += _messages(message, f"messages[{n}]")
         most = fields.count("max_tokens")
-        if most is None:
+        if most is None and not self.counts:
             raise RefusedError("max_tokens is missing; expected an integer", param="max_tokens")
         request = make_request(
             fields,
@@ -51,10 +58,14 @@ class Messages:
             stop=stops(fields, "stop_sequences"),
         )
         fields.ignore(_HARMLESS)
-        fields.only({"output_config": ({},), "output_format": ()}, FORMAT)
+        effort = _effort(fields)
+        _check_thinking(fields)
+        fields.only({"output_format": ()}, FORMAT)
+        fields.only({"speed": ("standard", "fast")}, "an answer has no other speed")
+        fields.only(_ELSEWHERE, "the server runs no tools and keeps no conversations")
         fields.only(_NEUTRAL, DISTRIBUTION)
         fields.done()
-        return request
+        return replace(request, effort=effort, counts=self.counts)
 
     def write(self, request: Request, reply: Reply) -> Json:
         """See `Dialect.write`."""
@@ -82,6 +93,38 @@ class Messages:
         kind = _KINDS.get(error.status, "invalid_request_error")
         kind = "api_error" if error.status >= 500 else kind
         return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+class TokenCount(Messages):
+    """The wire format of `POST /v1/messages/count_tokens`."""
+
+    counts = True
+
+    def write(self, request: Request, reply: Reply) -> Json:
+        """See `Dialect.write`."""
+        return {"input_tokens": reply.prompt_tokens}
+
+
+def _effort(fields: Fields) -> str:
+    """Reads `output_config`."""
+    config = fields.inner("output_config")
+    effort = config.text("effort")
+    config.only({"format": ()}, FORMAT)
+    config.done()
+    return effort
+
+
+def _check_thinking(fields: Fields) -> None:
+    """Refuses what would limit the reasoning of an answer, or edit the conversation."""
+    thinking = fields.inner("thinking")
+    thinking.only({"type": ("adaptive", "disabled")}, "the policy decides how long it thinks")
+    thinking.ignore(("display", "block_binding"))
+    thinking.done()
+    management = fields.inner("context_management")
+    for n, value in enumerate(management.items("edits")):
+        edit = Fields(value, f"context_management.edits[{n}]")
+        edit.only({"type": (_EDIT,)}, "the server does not edit conversations")
+    management.done()
 
 
 def _event(name: str, **data: Any) -> tuple[str, Json]:
@@ -131,6 +174,8 @@ def _tool(value: Any, where: str) -> Any:
     if (kind := fields.text("type") or "custom") != "custom":
         fields.refuse("type", kind, '"custom": other tools run on a server of their maker')
     fields.ignore(("cache_control", "input_examples", "eager_input_streaming"))
+    fields.only({"defer_loading": (False,)}, "all tools are listed in the prompt")
+    fields.only({"allowed_callers": (["direct"],)}, "the policy calls all tools itself")
     tool = make_tool(fields, "input_schema")
     fields.done()
     return tool
@@ -140,13 +185,16 @@ def _messages(value: Any, where: str) -> list[Message]:
     """Returns a message as one, or as several where it holds results of tools."""
     fields = Fields(value, where)
     role, blocks = fields.text("role"), fields.values.pop("content", None)
+    if role == "system":
+        fields.only({"clear_at": ("never",), "output_config": ({},)}, "messages stay as they are")
     fields.done()
     if role == "assistant":
         return [_assistant(blocks, f"{where}.content")]
-    if role != "user":
-        fields.refuse("role", role, '"user" or "assistant"')
-    if not isinstance(blocks, list):
-        return [Message(role="user", content=content(blocks, f"{where}.content", _TEXT))]
+    if role not in ("system", "user"):
+        fields.refuse("role", role, '"user", "assistant" or "system"')
+    if role == "system" or not isinstance(blocks, list) or not blocks:
+        text = content(blocks, f"{where}.content", _TEXT)
+        return [Message(role="system" if role == "system" else "user", content=text)]
     messages: list[Message] = []
     texts: list[Any] = []
     for n, block in enumerate(blocks):

@@ -22,7 +22,7 @@ _FORGOTTEN: Mapping[str, Sequence[Any]] = {
 }
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     **{"top_p": (1,), "parallel_tool_calls": (True,), "top_logprobs": (0,)},
-    **{"max_tool_calls": (), "reasoning": ({}, {"effort": "none"}), "moderation": ()},
+    **{"max_tool_calls": (), "moderation": ()},
 }
 _ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {
     **{"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -41,8 +41,11 @@ class Responses:
         tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(fields.items("tools"))]
         instructions = fields.text("instructions")
         value = fields.need("input", (str, list), "a string or a list of items")
+        if value == []:
+            fields.refuse("input", value, "at least one item")
         items = [{"role": "user", "content": value}] if isinstance(value, str) else value
         messages = [Message(role="system", content=instructions)] if instructions else []
+        reasoning = fields.inner("reasoning")
         request = make_request(
             fields,
             name,
@@ -50,7 +53,10 @@ class Responses:
             messages=messages + _read_items(items),
             tools=tools,
             max_tokens=fields.count("max_output_tokens"),
+            effort=reasoning.text("effort"),
         )
+        reasoning.ignore(("summary", "generate_summary"))
+        reasoning.done()
         fields.ignore((*HARMLESS, "include", "stream_options"))
         _check_text(fields)
         fields.only(_FORGOTTEN, _STATE)
@@ -172,7 +178,7 @@ def _item_events(index: int, item: Json) -> list[Json]:
 
 
 def _check_text(fields: Fields) -> None:
-    text = Fields(fields.take("text", dict, "an object") or {}, "text")
+    text = fields.inner("text")
     text.only({"format": ({"type": "text"},)}, FORMAT)
     text.only({"verbosity": ("medium",)}, DISTRIBUTION)
     text.done()
