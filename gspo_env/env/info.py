@@ -12,7 +12,7 @@ import numpy as np
 from gspo_env.env.base import MAX_OBSERVATION, TextEnvironment, attribute
 from gspo_env.errors import EnvironmentContractError, RefusedError
 from gspo_env.tools.tool import Tool
-from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo
+from gspo_env.types import LARGEST_REWARD, Message, Prompt, ResetInfo, Score, StepInfo
 
 ParsedStep = tuple[str, float, bool, bool, StepInfo]
 Reader = tuple[Callable[[Any], Any], str]
@@ -51,7 +51,7 @@ def parse_step(env_id: str, result: object, tokens: int | None = None) -> Parsed
     observation = _value(env_id, "step() observation", observation, _TEXT)
     terminated = _value(env_id, "step() terminated", terminated, _FLAG)
     truncated = _value(env_id, "step() truncated", truncated, _FLAG)
-    reward = _value(env_id, "step() reward", reward, _NUMBER)
+    reward = _value(env_id, "step() reward", reward, _REWARD)
     parsed = StepInfo(**_read(env_id, "step()", info, _STEP))
     for name in ("token_advantages", "token_mask") if info else ():
         values = getattr(parsed, name)
@@ -133,6 +133,13 @@ def _read(env_id: str, method: str, info: object, readers: Mapping[str, Reader])
     return {**read, "extra": extra} if extra else read
 
 
+def _reward(value: Any) -> float:
+    number = _number(value)
+    if abs(number) > LARGEST_REWARD:
+        raise ValueError
+    return number
+
+
 def _number(value: Any) -> float:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
@@ -173,7 +180,7 @@ def _parts(value: Mapping[str, Any]) -> dict[str, float]:
 
 def _per_token(kind: type[float] | type[bool], value: Any) -> tuple[Any, ...]:
     values = np.asarray(value, dtype=np.float64)
-    if values.ndim != 1 or not np.isfinite(values).all():
+    if values.ndim != 1 or not (np.abs(values) <= LARGEST_REWARD).all():
         raise ValueError
     return tuple(values.astype(kind).tolist())
 
@@ -229,7 +236,7 @@ def _tools(value: Any) -> tuple[Tool, ...]:
 _TEXT: Reader = _text, "a str"
 _FLAG = _instance((bool, np.bool_), "a bool", bool)
 _KEY = _instance((str, int, np.integer), "a str or an int")
-_NUMBER: Reader = _number, "a finite number"
+_REWARD: Reader = _reward, f"a finite number up to {LARGEST_REWARD:g} in size"
 _TOKENS = "one finite number per sampled token"
 _CHAT = (
     "messages of user and assistant in turn, assistant last, each with a role and a text, or a "
@@ -248,7 +255,7 @@ _RESET: dict[str, Reader] = {
     **_REQUEST,
 }
 _STEP: dict[str, Reader] = {
-    "episodic_reward": _NUMBER,
+    "episodic_reward": _REWARD,
     "success": _FLAG,
     "scored": _FLAG,
     "state_key": _KEY,

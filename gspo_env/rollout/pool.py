@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager
@@ -28,7 +27,7 @@ from gspo_env.rollout.failures import (
 from gspo_env.rollout.play import Policy, play, run_now
 from gspo_env.runtime.loops import call_for, has_async, run_in_daemon
 from gspo_env.runtime.threads import EnvThread, call_env
-from gspo_env.types import Episode, Fault, Group, StopReason, Task
+from gspo_env.types import LARGEST_REWARD, Episode, Fault, Group, StopReason, Task
 
 logger = logging.getLogger(__name__)
 
@@ -316,9 +315,10 @@ def _checked(scored: Any, group: Group) -> Group:
         )
     for episode in scored.episodes:
         for value in (*(turn.reward for turn in episode.turns), episode.outcome):
-            if not math.isfinite(value):
+            if not abs(value) <= LARGEST_REWARD:
                 raise EnvironmentContractError(
-                    f"{env_id}: {what} has a reward of {value}, expected a finite number"
+                    f"{env_id}: {what} has a reward of {value}, expected a finite number up to "
+                    f"{LARGEST_REWARD:g} in size"
                 )
     return scored
 

@@ -55,6 +55,7 @@ def test_any_real_reward_becomes_a_python_float(reward):
         (("a", True, False, False, {}), "step() reward is True of type bool"),
         (("a", math.nan, False, False, {}), "expected a finite number"),
         (("a", 10**400, False, False, {}), "expected a finite number"),
+        (("a", -1e39, False, False, {}), "is -1e+39 of type float, expected a finite number up to"),
         (("a", "1", False, False, {}), "step() reward is '1' of type str"),
         (("a", 1.0, 0, False, {}), "step() terminated is 0 of type int, expected a bool"),
         (("a", 1.0, False, None, {}), "step() truncated"),
@@ -79,8 +80,9 @@ def test_a_broken_reset_is_an_error(result):
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("episodic_reward", math.nan, "a finite number"),
-        ("episodic_reward", "1", "a finite number"),
+        ("episodic_reward", math.nan, "a finite number up to 1e+15 in size"),
+        ("episodic_reward", "1", "a finite number up to 1e+15 in size"),
+        ("episodic_reward", 1e39, "a finite number up to 1e+15 in size"),
         ("success", "yes", "a bool"),
         ("state_key", (1, 2), "a str or an int"),
         ("observation_role", "system", "'user' or 'tool'"),
@@ -88,6 +90,7 @@ def test_a_broken_reset_is_an_error(result):
         ("reward_parts", {"a": math.inf}, "a dict of finite numbers by name"),
         ("reward_parts", {1: 1.0}, "a dict of finite numbers by name"),
         ("token_advantages", [1.0, math.nan], "one finite number per sampled token"),
+        ("token_advantages", [1.0, -1e39], "one finite number per sampled token"),
         ("token_advantages", [[1.0], [2.0]], "one finite number per sampled token"),
         ("token_mask", 3, "one finite number per sampled token"),
         ("malformed_calls", -1, "an int of at least 0"),

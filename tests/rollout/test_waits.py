@@ -95,8 +95,8 @@ async def shorter(self, group):
     return replace(group, episodes=group.episodes[group.task.seed == 0 :])
 
 
-async def infinite(self, group):
-    worth = float("inf") if group.task.seed == 0 else 0.5
+async def huge(self, group):
+    worth = 1e39 if group.task.seed == 0 else 0.5
     turns = [tuple(replace(turn, reward=worth) for turn in e.turns) for e in group.episodes]
     pairs = zip(group.episodes, turns, strict=True)
     return replace(group, episodes=tuple(replace(e, turns=row) for e, row in pairs))
@@ -110,7 +110,7 @@ async def infinite(self, group):
         (blocks, StopReason.ENV_TIMEOUT, "group_reward() had not returned when the 1 s"),
         (raises, StopReason.ERROR, "group_reward() raised KeyError: 'rank' (tests/rollout/test_w"),
         (shorter, StopReason.INVALID, "group_reward() result has 1 episodes, expected 2"),
-        (infinite, StopReason.INVALID, "group_reward() result has a reward of inf"),
+        (huge, StopReason.INVALID, "result has a reward of 1e+39, expected a finite number up to"),
     ],
 )
 def test_a_group_reward_that_hangs_or_fails_costs_its_group(chat, blocking, reward, reason, words):
