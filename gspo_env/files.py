@@ -263,7 +263,7 @@ def check_types(value: Any, like: Any, name: str = "state") -> None:
         ValueError: A value has another type, or is a number that no count and no time can be.
     """
     if isinstance(like, dict) and isinstance(value, dict):
-        for key in like.keys() & value.keys():
+        for key in (key for key in like if key in value):
             check_types(value[key], like[key], f"{name}.{key}")
     elif like is not None:
         number = isinstance(like, (int, float))

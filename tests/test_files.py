@@ -188,7 +188,8 @@ def test_dots_in_texts_of_settings_are_no_long_keys():
 
 
 def test_a_checkpoint_without_its_facts_is_one_sentence(run, capsys):
-    assert "state.json' has config = None; expected str" in refused(capsys, *COMMANDS["resume"])
+    said = refused(capsys, *COMMANDS["resume"])
+    assert "state.json' is not of a run: state.config is None; start a new run" in said
 
 
 def test_links_above_the_folder_and_to_the_best_checkpoint_are_allowed(run):
