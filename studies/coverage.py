@@ -2,12 +2,16 @@
 
     python studies/coverage.py [--reports 1000] [--samples 4000]
 
+The last table is of `gspo-env evaluate --samples`: the lowest share of intervals of a success rate
+that contain it, over rates of 2 to 98 % and tasks that differ not at all to nearly wholly.
+
 A report without any difference has 4 problems with 3 arms against the first, and 8 or 10 seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +19,7 @@ import numpy as np
 from scipy.stats import trim_mean
 
 from gspo_env.compare import stats
+from gspo_env.runs.evaluations import success_interval
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], Any]
 
@@ -67,6 +72,34 @@ def wrong_reports(seeds: int, reports: int, problems: int = 4, arms: int = 3) ->
     return wrong / reports
 
 
+RATES = (0.02, 0.1, 0.3, 0.5, 0.9, 0.98)
+ALIKE = (0.0, 0.2, 0.5, 0.8)
+"""Correlations of two samples of a task."""
+
+
+def success_coverage(
+    tasks: int, each: int, rate: float, alike: float, samples: int, seed: int = 0
+) -> float:
+    """Returns the share of intervals that contain the rate of success.
+
+    Args:
+        tasks: Tasks of an evaluation, whose own rates are from a beta distribution.
+        each: Samples of a task.
+        rate: The mean of the tasks' rates.
+        alike: The correlation of two samples of a task.
+        samples: Number of evaluations.
+        seed: Seed of their draws.
+    """
+    rng = np.random.default_rng(seed)
+    spread = 1 / alike - 1 if alike else 0.0
+    hits = 0
+    for _ in range(samples):
+        own = rng.beta(rate * spread, (1 - rate) * spread, tasks) if alike else rate
+        low, high = success_interval(np.reshape(own, (-1, 1)) > rng.random((each, tasks)).T)
+        hits += low <= rate <= high
+    return hits / samples
+
+
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -81,6 +114,14 @@ def main() -> None:
         for name, draw in DISTRIBUTIONS.items():
             shares = (function(draw, seeds, options.samples) for seeds in range(5, 15))
             print(f"{name:20}", *(f"{100 * share:5.1f}" for share in shares), flush=True)
+    sizes = (2, 4, 16)
+    print(f"{'success, samples:':20}", *(f"{each:5}" for each in sizes))
+    for tasks in (4, 8, 16, 64, 256):
+        cases = [[(tasks, n, *case) for case in itertools.product(RATES, ALIKE)] for n in sizes]
+        lowest = [min(success_coverage(*case, options.reports) for case in row) for row in cases]
+        print(
+            f"{tasks:<4} tasks".ljust(20), *(f"{100 * share:5.1f}" for share in lowest), flush=True
+        )
     for seeds in (8, 10):
         share = wrong_reports(seeds, options.reports)
         print(f"reports with a false claim, {seeds} seeds: {100 * share:.1f} %", flush=True)

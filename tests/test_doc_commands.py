@@ -35,7 +35,7 @@ TINY = {"--hidden-size": "16", "--demonstrations": "16", "--imitation-steps": "2
 SHORTER = {
     "evaluate": {"--tasks": "4"},
     "capture": {"--episodes": "4"},
-    "compare": {**SHORT, **TINY, "--seeds": "1", "--workers": "1"},
+    "compare": {**SHORT, **TINY, "--seeds": "1", "--workers": "1", "--pilot": ""},
 }
 """Flags of the other commands that take long."""
 HUB = "Qwen/Qwen3-0.6B"
@@ -106,7 +106,7 @@ def shortened(arguments, flags):
         if flag in arguments:
             arguments[arguments.index(flag) + 1] = value
         else:
-            arguments += [flag, value]
+            arguments += [flag, value] if value else [flag]
     return arguments
 
 

@@ -65,7 +65,7 @@ def test_a_policy_is_trained_on_a_reward_model_of_ones_own(capsys):
 
 @pytest.mark.slow
 def test_the_results_of_a_comparison_can_be_read(capsys):
-    flags = ["--seeds", "2", "--workers", "1", "--output", "both"]
+    flags = ["--pilot", "--workers", "1", "--output", "both"]
     main(["compare", "--arm", "advantage=outcome,returns_to_go", *flags, *SHORT, *TINY])
     capsys.readouterr()
     runpy.run_path("examples/read_comparison.py")["main"]("both", "rollout/return")

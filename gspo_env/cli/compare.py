@@ -27,8 +27,11 @@ class Compare(Run):
 
     arm: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """An axis of the grid, as NAME=VALUE,VALUE: a setting and its values. Repeat it for more."""
-    seeds: int = 5
-    """Paired seeds."""
+    seeds: int | None = None
+    """Paired seeds: 8 if not given, or the fewest that can show a difference; 2 of a pilot."""
+    pilot: bool = False
+    """Measure how much runs scatter, and say how many seeds show a difference of 0.05. The same
+    command without it goes on with the runs that are there."""
     first_seed: int = 0
     """The first of the seeds. Choose another one to confirm a result on seeds that no setting was
     picked with."""
@@ -60,7 +63,7 @@ class Compare(Run):
         from gspo_env.compare import compare, parse
         from gspo_env.report.comparison import METHODS, write_report
 
-        names = ("seeds", "first_seed", "metric", "target", "workers")
+        names = ("seeds", "first_seed", "metric", "target", "workers", "pilot")
         options = {name: getattr(self, name) for name in names}
         comparison = parse(self.tables, self.arm, self.resolved, **options)
         base = next(iter(comparison.problems.values()))

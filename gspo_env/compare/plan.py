@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
+from gspo_env.compare.stats import fewest_pairs
 from gspo_env.config import (
     CheckpointConfig,
     Config,
@@ -53,7 +54,7 @@ class Comparison:
     arms: tuple[Arm, ...]
     """The first is the baseline of the others."""
     axes: tuple[str, ...] = ()
-    seeds: Annotated[int, Ge(1)] = 5
+    seeds: Annotated[int, Ge(1)] = 8
     first_seed: Annotated[int, Ge(0)] = 0
     """The seeds are this one and the next; another one makes a study on fresh seeds."""
     metric: str = "eval/success"
@@ -62,6 +63,8 @@ class Comparison:
     """Count the episodes until the metric first reaches this; 0 turns this off."""
     workers: Annotated[int, Ge(0)] = 0
     """Worker processes; 0 is one per core."""
+    pilot: bool = False
+    """Whether it only measures how much the runs scatter, so that fewer seeds are enough."""
 
     def __post_init__(self) -> None:
         """Rejects arms that cannot be compared."""
@@ -81,6 +84,16 @@ class Comparison:
     def config(self, problem: str, arm: Arm, seed: int) -> Config:
         """Returns the config of one run."""
         return replace(untracked(change(self.problems[problem], arm.changes)), seed=seed)
+
+    @property
+    def tests(self) -> int:
+        """The number of tests: arms against the first, of all problems."""
+        return len(self.problems) * (len(self.arms) - 1)
+
+    @property
+    def fewest(self) -> int:
+        """The fewest seeds whose tests can show a difference."""
+        return fewest_pairs(0.05 / self.tests)
 
     @property
     def left_out(self) -> str:
@@ -152,6 +165,7 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
 
 _FIELDS: dict[str, Any] = {
     **{"seeds": int, "first_seed": int, "workers": int, "target": float, "metric": str},
+    "pilot": bool,
     "grid": dict[str, list[Any]],
     **dict.fromkeys(("arms", "problems"), dict[str, dict[str, Any]]),
 }
@@ -183,17 +197,29 @@ def parse(
         tables: `grid`, `arms` and `problems`, as `check_table` gives them.
         axes: `name=value,value`, each an axis of the grid.
         base: The config that the problems change.
-        options: `seeds`, `first_seed`, `metric`, `target` and `workers`.
+        options: `seeds`, `first_seed`, `metric`, `target`, `workers` and `pilot`. Without seeds
+            there are 8, more if so few can show nothing, or 2 of a pilot.
 
     Raises:
-        ConfigError: A name is unknown or a value invalid.
+        ConfigError: A name is unknown or a value invalid, or the seeds can show no difference.
     """
     lists = {**tables.get("grid", {}), **dict(map(_axis, axes))}
     arms = list(grid(lists)) if lists else []
     arms += [Arm(name=name, changes=changes) for name, changes in tables.get("arms", {}).items()]
     named = tables.get("problems") or {label(base.env): {}}
     problems = {name: override(base, tree) for name, tree in named.items()}
-    return Comparison(problems=problems, arms=tuple(arms), axes=tuple(lists), **options)
+    seeds = options.pop("seeds", None)
+    made = Comparison(problems=problems, arms=tuple(arms), axes=tuple(lists), **options)
+    if seeds is None:
+        return replace(made, seeds=2 if made.pilot else max(made.seeds, made.fewest))
+    if seeds < made.fewest and not made.pilot:
+        tests = f"{made.tests} tests" if made.tests > 1 else "one test"
+        raise ConfigError(
+            f"seeds is {seeds}, and with {tests} fewer than {made.fewest} seeds cannot show any "
+            f"difference; expected at least {made.fewest}, or --pilot, which measures how many are "
+            "needed"
+        )
+    return replace(made, seeds=seeds)
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:

@@ -25,6 +25,7 @@ from gspo_env.compare.plan import (
     untracked,
 )
 from gspo_env.compare.processes import in_processes
+from gspo_env.compare.stats import smallest_difference
 from gspo_env.config import Config, to_dict, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, GspoEnvError, OutputError
@@ -191,6 +192,7 @@ def compare(
     if comparison.left_out:
         say(comparison.left_out)
     runs = list(planned(comparison, output))
+    say(_plan(comparison, len(runs)))
     params = {
         "arms": [arm.name for arm in comparison.arms],
         "problems": list(comparison.problems),
@@ -208,6 +210,20 @@ def compare(
         for path in report(results):
             record.artifact(path)
     return results
+
+
+def _plan(comparison: Comparison, runs: int) -> str:
+    """Says how many runs there are and what they can show."""
+    problems = len(comparison.problems)
+    sizes = f"{problems} problem{'s'[: problems > 1]} with {len(comparison.arms)} arms"
+    text = f"{runs} runs: {sizes} and {comparison.seeds} seeds"
+    if comparison.seeds < comparison.fewest:
+        return f"{text}; fewer than {comparison.fewest} seeds show no difference"
+    least = smallest_difference(1.0, comparison.seeds, alpha=0.05 / comparison.tests)
+    return (
+        f"{text}; they show differences from {least:.2g} standard deviations of the paired "
+        "differences (power 0.8), which --pilot measures"
+    )
 
 
 def _check_models(comparison: Comparison) -> None:

@@ -227,6 +227,30 @@ def smallest_difference(
     return spread * float(brentq(missing, 1e-6, 1e4 / pairs**0.5))
 
 
+def pairs_needed(
+    spread: float, difference: float, *, alpha: float = 0.05, desired: float = 0.8
+) -> int:
+    """Returns the fewest pairs whose test shows a true difference with the desired power.
+
+    Args:
+        spread: Standard deviation of the paired differences.
+        difference: The difference, above 0.
+        alpha: Level of the test.
+        desired: The power.
+    """
+    low = high = max(2, fewest_pairs(alpha))
+
+    def shows(pairs: int) -> bool:
+        return not spread or power(difference / spread, pairs, alpha=alpha) >= desired
+
+    while not shows(high):
+        low, high = high, 2 * high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if shows(middle) else (middle + 1, high)
+    return high
+
+
 def _check_counts(n: int, c: int, k: int) -> None:
     if not 0 <= c <= n:
         raise ConfigError(f"c is {c} with n = {n}; expected 0 <= c <= n")

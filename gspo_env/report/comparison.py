@@ -296,8 +296,7 @@ def limits(rows: Sequence[Row], tests: int) -> str:
     seeds, needed = f"{pairs} seed{'s'[: pairs > 1]}", stats.fewest_pairs(level)
     least = ""
     if pairs > 1:
-        variances = [float((row.areas - rows[0].areas).var(ddof=1)) for row in rows[1:]]
-        spread = float(np.sqrt(np.mean(variances)))
+        spread = _spread(rows)
         count = max(pairs, needed)
         smallest = stats.smallest_difference(spread, count, alpha=level) if spread > 0 else 0.0
         least = f"{smallest:.2g} (power 0.8)" if smallest else ""
@@ -307,6 +306,33 @@ def limits(rows: Sequence[Row], tests: int) -> str:
         f"{seeds} cannot show a difference: the smallest p-value is {min(1.0, 2 / 2**pairs):.3f} "
         f"before the correction. {needed} seeds can show one{least and f' of {least}'}."
     )
+
+
+def noise(rows: Sequence[Row], tests: int, difference: float = 0.05) -> str:
+    """Says how much paired runs differ by chance, and how many seeds show a difference.
+
+    Args:
+        rows: The arms of a problem.
+        tests: Number of tests over all problems.
+        difference: The difference in area that is to be shown.
+    """
+    spread = _spread(rows)
+    if not spread:
+        return ""
+    needed = stats.pairs_needed(spread, difference, alpha=0.05 / tests)
+    return (
+        f" Areas of a pair of runs differ by {spread:.2g} (standard deviation over "
+        f"{len(rows[0].areas)} seeds), so about {needed:,} seeds show a difference of "
+        f"{difference:g} (power 0.8)."
+    )
+
+
+def _spread(rows: Sequence[Row]) -> float:
+    """Returns the standard deviation of the paired differences in area, 0 from a single pair."""
+    if len(rows[0].areas) < 2:
+        return 0.0
+    variances = [float((row.areas - rows[0].areas).var(ddof=1)) for row in rows[1:]]
+    return float(np.sqrt(np.mean(variances)))
 
 
 def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
@@ -376,14 +402,15 @@ def write_report(
         )
     ]
     folded = [Section(title=METHODS, text=_method(comparison), folded=True)]
-    tests = len(comparison.problems) * (len(comparison.arms) - 1)
+    tests = comparison.tests
     for name, rows in summarise(comparison, results).items():
         picture = folder / f"curves-{slug(name)}.png"
         plots.comparison_figure(comparison, name, rows).savefig(picture)
         section = Section(
             title=name,
             text=_about(comparison, name, rows),
-            strong=conclusion(comparison.metric, rows, tests),
+            strong=conclusion(comparison.metric, rows, tests)
+            + (noise(rows, tests) if comparison.pilot else ""),
             table=short_table(comparison, rows),
             picture=picture,
             caption=f"Learning curves of {name}",

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
@@ -30,6 +29,8 @@ _LIKELY = 3.5
 """Standard errors of a fall that is not chance if two evaluations in a row show it."""
 _LASTING = 3
 """Evaluations in a row for which a smaller fall has to last."""
+_Z = NormalDist().inv_cdf(0.975)
+"""Standard errors of a 95 % interval of a normal distribution."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,10 +158,12 @@ def success_interval(
 ) -> tuple[float, float]:
     """Computes a 95 % confidence interval of the success rate over tasks.
 
-    Uses Wilson's interval if each task has one sample. Otherwise a percentile bootstrap resamples
-    tasks and keeps the samples of a task together, because they are not independent. Wilson's
-    interval replaces it where there is nothing to resample: over the samples of a single task, and
-    with one trial per task for equal rates in all tasks or fewer tasks than rows.
+    It is Wilson's, with the effective number of samples: those of a task are not independent. Their
+    design effect is the variance of the tasks' successes over that of independent samples, from 1
+    to the samples of a task. Where successes or failures are rare, few tasks tell it, so half a
+    task of the largest effect is added; and it is an estimate, so Student's quantile takes the
+    place of the normal one. Of 4 to 256 tasks with 2 to 16 samples, at least 93 % of the intervals
+    contain the rate (`studies/coverage.py`).
 
     Args:
         successes_per_task: The samples of each task, 0 or 1; their numbers may differ.
@@ -170,26 +173,26 @@ def success_interval(
         ConfigError: There is no task, a task has no samples, or a value is not 0 or 1.
 
     Source:
-        Wilson 1927; Efron 1979; clustering by task: arXiv 2411.00640, section 2.2.
+        Wilson 1927; effective samples: Korn and Graubard 1998; clustering by task: arXiv
+        2411.00640, section 2.2.
     """
     rows = _rows(successes_per_task)
     sums, sizes = np.array([row.sum() for row in rows]), np.array([len(row) for row in rows])
-    rates = sums / sizes
+    trials, rate = float(sizes.sum()), float(sums.sum() / sizes.sum())
     if tasks is not None and tasks < len(rows):
-        return wilson_interval(round(float(sums.sum() / sizes.sum()) * tasks), tasks)
+        return wilson_interval(rate, tasks)
     if len(rows) == 1 or sizes.max() == 1:
-        return wilson_interval(int(sums.sum()), int(sizes.sum()))
-    if np.ptp(rates) == 0:
-        return wilson_interval(round(float(rates.sum())), len(rates))
-    from scipy.stats import bootstrap
+        return wilson_interval(rate, trials)
+    if rate in (0.0, 1.0):
+        return wilson_interval(rate, len(rows))
+    from scipy.stats import t
 
-    def rate(sums: FloatArray, sizes: FloatArray, axis: int) -> Any:
-        return sums.sum(axis) / sizes.sum(axis)
-
-    options = {"paired": True, "vectorized": True, "method": "percentile", "rng": 0}
-    result = bootstrap((sums, sizes), rate, **options)
-    low, high = result.confidence_interval
-    return float(low), float(high)
+    each, left = float(sizes.mean()), sums - rate * sizes
+    effect = float(left @ left) / (len(rows) - 1) / each / (rate * (1 - rate))
+    rare = min(rate, 1 - rate) * len(rows)
+    effect = (rare * min(max(effect, 1.0), each) + 0.5 * each) / (rare + 0.5)
+    wider = float(t.ppf(0.975, len(rows) - 1) / _Z) ** 2
+    return wilson_interval(rate, max(trials / effect / wider, 1.0))
 
 
 def _rows(successes_per_task: Sequence[Sequence[float]]) -> list[FloatArray]:
@@ -203,9 +206,9 @@ def _rows(successes_per_task: Sequence[Sequence[float]]) -> list[FloatArray]:
     return rows
 
 
-def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
-    """Computes Wilson's 95 % interval of a rate of success."""
-    from scipy.stats import binomtest
-
-    low, high = binomtest(successes, trials).proportion_ci(method="wilson")
-    return float(low), float(high)
+def wilson_interval(rate: float, trials: float) -> tuple[float, float]:
+    """Computes Wilson's 95 % interval of a rate of success over a number of trials."""
+    square = _Z**2 / trials
+    centre = rate + square / 2
+    half = sqrt(square * (rate * (1 - rate) + square / 4))
+    return max(0.0, (centre - half) / (1 + square)), min(1.0, (centre + half) / (1 + square))

@@ -207,7 +207,7 @@ class Run:
             return None
         if name in ("eval/success", "eval/success_greedy"):
             bounds = [
-                wilson_interval(round(value * count), round(count))
+                wilson_interval(float(value), float(count))
                 for value, count in zip(curve.values.clip(0, 1), tasks.values.clip(1), strict=True)
             ]
             return np.array([low for low, _ in bounds]), np.array([high for _, high in bounds])

@@ -16,7 +16,7 @@ from gspo_env.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 
-ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
+ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1", "--pilot"]
 
 
 @pytest.mark.parametrize(

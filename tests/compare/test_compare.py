@@ -30,7 +30,7 @@ from gspo_env.runs import Run
 from gspo_env.runs.evaluations import success_interval
 from gspo_env.tracking.base import NoTracker
 from gspo_env.tracking.mlflow import MLflow
-from studies.coverage import DISTRIBUTIONS, coverage
+from studies.coverage import DISTRIBUTIONS, coverage, success_coverage
 
 
 def small(**changes):
@@ -220,7 +220,7 @@ def test_a_users_estimator_takes_part_and_a_failing_one_is_counted(tmp_path, mon
         "    def advantages(self, group):\n"
         "        return []\n"
     )
-    table_ = '[compare]\nseeds = 1\nmetric = "rollout/return"\n'
+    table_ = '[compare]\nseeds = 1\npilot = true\nmetric = "rollout/return"\n'
     (tmp_path / "c.toml").write_text(to_toml(small()) + table_)
     flags = ["--config", "c.toml", "--arm", "advantage=outcome,mine.py:Half,mine.py:Broken"]
     main(["compare", *flags, "--output", "out", "--tracker", "none", "--workers", "1"])
@@ -269,6 +269,45 @@ def test_arms_that_do_not_play_the_same_tasks_are_refused(name, values):
         Comparison(problems={"one": small()}, arms=grid({name: values}))
 
 
+def test_fewer_seeds_than_the_tests_need_are_refused_except_for_a_pilot():
+    axes = ["gamma=0.5,1.0"]
+    for tables, least in (({}, 6), ({"problems": {name: {} for name in "abcd"}}, 8)):
+        assert parse(tables, axes, small()).seeds == 8
+        assert parse(tables, axes, small(), seeds=least).fewest == least
+        with pytest.raises(
+            ConfigError, match=rf"seeds is {least - 1}, .*expected at least {least}"
+        ):
+            parse(tables, axes, small(), seeds=least - 1)
+        assert parse(tables, axes, small(), seeds=None, pilot=True).seeds == 2
+    many = {"grid": {"gamma": [n / 20 for n in range(20)]}}
+    assert parse(many, [], small()).seeds == 10  # 19 tests
+    pilot = parse(many, [], small(), seeds=3, pilot=True)
+    assert (pilot.seeds, pilot.tests) == (3, 19)
+
+
+@pytest.mark.parametrize(("difference", "spread"), [(0.05, 0.02), (0.05, 0.1), (0.2, 0.1)])
+def test_as_many_seeds_are_named_as_show_a_difference(difference, spread):
+    pairs = stats.pairs_needed(spread, difference, alpha=0.01)
+    assert stats.power(difference / spread, pairs, alpha=0.01) >= 0.8
+    few = pairs - 1
+    assert few < stats.fewest_pairs(0.01) or stats.power(difference / spread, few, alpha=0.01) < 0.8
+
+
+@pytest.mark.parametrize("pilot", [True, False])
+def test_a_pilot_says_how_many_seeds_are_needed(tmp_path, pilot):
+    ends, comparison = {"a": (0.1, 0.3), "b": (0.2, 0.5)}, two(seeds=2, pilot=pilot)
+
+    def history(run):
+        end = ends[run.arm.name][run.seed]
+        return [(step, {"eval/success": end * (step > 0)}) for step in (0, run.config.steps)]
+
+    write_report(comparison, results_of(comparison, tmp_path, history), tmp_path, "")
+    text = (tmp_path / "report.md").read_text()
+    # areas are half of the ends, so b is better by 0.05 and 0.1
+    assert ("differ by 0.035 (standard deviation over 2 seeds)" in text) == pilot
+    assert ("7 seeds show a difference of 0.05 (power 0.8)" in text) == pilot
+
+
 def test_two_arms_need_different_names():
     with pytest.raises(ConfigError, match="at least two with different names"):
         Comparison(problems={"one": small()}, arms=grid({"gamma": [1.0]}))
@@ -278,8 +317,8 @@ def test_the_table_of_a_file_and_the_command_line_meet():
     plain = {"gamma": 0.5, "rollout": {"group_size": 3}}  # a setting, and a table of some
     table_ = {"grid": {"gamma": [0.0, 1.0]}, "arms": {"plain": plain}}
     base = small(credit={"rms": 1.0})
-    made = parse(check_table(table_), ["ratio_level=turn,token"], base, seeds=4)
-    assert made.seeds == 4
+    made = parse(check_table(table_), ["ratio_level=turn,token"], base, seeds=9)
+    assert made.seeds == 9
     assert [arm.name for arm in made.arms] == [
         "0.0 · turn", "0.0 · token", "1.0 · turn", "1.0 · token", "plain"
     ]  # fmt: skip
@@ -694,6 +733,14 @@ def test_an_interval_of_tasks_with_different_numbers_of_samples_is_around_the_ra
     assert 0.6 < low < 270 / 300 < high < 1.0  # the mean of the tasks' rates is 0.5
 
 
+@pytest.mark.parametrize(
+    ("tasks", "each", "rate", "alike"),
+    [(4, 16, 0.5, 0.8), (16, 16, 0.1, 0.8), (64, 16, 0.02, 0.8), (16, 4, 0.9, 0.0)],
+)
+def test_intervals_contain_the_rate_also_where_few_tasks_are_alike(tasks, each, rate, alike):
+    assert success_coverage(tasks, each, rate, alike, samples=400) >= 0.92
+
+
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (5, 0, 2), (5, 5, 5), (6, 3, 4)])
 def test_pass_rates_equal_enumeration(n, c, k):
     draws = list(combinations([True] * c + [False] * (n - c), k))
@@ -726,7 +773,7 @@ def test_a_comparison_whose_runs_all_fail_is_an_error_without_tracebacks(
 ):
     tokenizer.save_pretrained("words")
     Path("words/config.json").write_text('{"model_type": "qwen3"}')
-    arguments = "--model ./words --arm gamma=0.5,1.0 --seeds 1 --tracker none --workers 2"
+    arguments = "--model ./words --arm gamma=0.5,1.0 --seeds 1 --pilot --tracker none --workers 2"
     with pytest.raises(SystemExit) as ended:
         main(["compare", *arguments.split(), "--output", "out"])
     out, err = capfd.readouterr()
