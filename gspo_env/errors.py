@@ -137,3 +137,13 @@ def above(value: float, bound: float) -> str:
     """Returns a value with as many digits, at least two, as show that it is above its bound."""
     texts = (f"{value:.{digits}g}" for digits in range(2, 18))
     return next((text for text in texts if not float(text) <= float(f"{bound:g}")), f"{value:g}")
+
+
+def figure(value: float, form: str = ".3g") -> str:
+    """Formats a number; one that only rounding parts from 0, such as -0.0 or 1.39e-17, is 0.
+
+    Example:
+        >>> figure(0.1 + 0.2 - 0.3), figure(-0.0, "+.4g"), figure(-1e-17, ".3f"), figure(1e-6)
+        ('0', '+0', '0.000', '1e-06')
+    """
+    return format(0.0 if abs(value) < 1e-12 else value, form)

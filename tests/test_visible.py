@@ -15,12 +15,13 @@ from gspo_env.cli.main import main
 from gspo_env.config import Config
 from gspo_env.env.registration import hide_progress_bars
 from gspo_env.episodes.text import render_episode
-from gspo_env.errors import ConfigError
+from gspo_env.episodes.writer import to_record
+from gspo_env.errors import ConfigError, figure
 from gspo_env.model.load import load_model, save_model
 from gspo_env.redaction import visible
 from gspo_env.runs import Run, learning_curve
 from gspo_env.tracking.console import Progress
-from gspo_env.types import StopReason, Task
+from gspo_env.types import Ending, Episode, StopReason, Task, Turn
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\rsuccess\u202e\u2028== forged ==\x85\x9b31m"
 ACTS = ("Cc", "Cs", "Zl", "Zp")
@@ -94,3 +95,30 @@ def test_a_name_that_looks_like_a_formula_is_drawn_as_it_is(tmp_path, name):
     figure.savefig(tmp_path / "curve.png")  # a broken formula would raise
     title = figure.get_suptitle()
     assert title == visible(name[:300]).replace("$", r"\$")
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "text"),
+    [
+        (0.1 + 0.2 - 0.3, ".3g", "0"),
+        (-0.0, "+.4g", "+0"),
+        (-1.39e-17, ".1%", "0.0%"),
+        (0.1 + 0.2, ".3g", "0.3"),
+        (-1e-6, ".3g", "-1e-06"),
+        (1e-6, "+.4g", "+1e-06"),
+    ],
+)
+def test_what_only_rounding_parts_from_0_is_shown_as_0(value, form, text):
+    assert figure(value, form) == text
+
+
+def test_no_figure_of_an_episode_or_of_progress_is_a_rounding_error(capsys):
+    turns = tuple(Turn(observation="", text="x", reward=reward) for reward in (0.1, 0.2, -0.3))
+    ending = Ending(reason=StopReason.TERMINATED)
+    played = Episode(task=Task(env_id="x", seed=0), turns=turns, ending=ending)
+    assert played.outcome != 0
+    assert "outcome +0, stopped" in render_episode(played)
+    assert ": outcome +0, stopped" in render_episode(to_record(played, "eval", 0))
+    Progress().update("evaluate", 1, 1, mean_return=-1e-17, return_std=-0.0, other=5.6e-17)
+    assert "return 0.000" in (shown := capsys.readouterr().out)
+    assert "other 0\n" in shown

@@ -14,6 +14,7 @@ from typing import Any
 
 from gspo_env.config import Config
 from gspo_env.env.registration import format_env
+from gspo_env.errors import figure
 from gspo_env.redaction import redact
 from gspo_env.registry import BUILTIN, name_of
 from gspo_env.runs.evaluations import EvalSnapshot, may_be_chance, success_interval
@@ -97,8 +98,8 @@ def closing(
     values = [(step, m[name]) for step, m in evaluations if name in m]
     best_step, best = max(values, key=lambda pair: pair[1])
     curve = sparkline([value for _, value in values], encoding)
-    form = "{:.1%}" if name == "eval/success" else "{:.3g}"
-    first, final, top = (form.format(value) for value in (values[0][1], values[-1][1], best))
+    form = ".1%" if name == "eval/success" else ".3g"
+    first, final, top = (figure(value, form) for value in (values[0][1], values[-1][1], best))
     run = shlex.quote(str(folder))
     return [
         f"Model, config and learning curve: {folder}",

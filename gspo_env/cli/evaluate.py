@@ -148,7 +148,7 @@ def print_scores(groups: Sequence[Group], split: Split) -> None:
     for name, stats in by_environment(groups).items():
         print(f"         {stats.success:.1%} in {name} ({stats.episodes} episodes)")
     print(f"tasks    {split}" + (f"; {size} samples of each" if size > 1 else ""))
-    print(f"return   {sum(float(e.rewards.sum()) for e in episodes) / len(episodes):.3f}")
+    print(f"return   {sum(float(e.rewards.sum()) for e in episodes) / len(episodes):z.3f}")
     print(f"turns    {sum(len(e.turns) for e in episodes) / len(episodes):.2f}")
     if lost:
         print(f"lost     {lost} episodes, which failed or were not scored; they are not counted")

@@ -14,7 +14,7 @@ import tyro
 from annotated_types import Ge, Interval
 
 from gspo_env.engines.base import Completion, Engine, NamedTensors, Sampling
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, figure
 from gspo_env.redaction import visible
 from gspo_env.seeding import SEEDS
 from gspo_env.settings import settings
@@ -227,7 +227,7 @@ def _show(now: PolicyInput) -> None:
     if now.turn == 0:
         _begin(now)
     else:
-        print(f"(reward {now.reward:+.4g})")
+        print(f"(reward {figure(now.reward, '+.4g')})")
     print(f"{now.role}: {visible(now.observation)}", flush=True)
 
 
@@ -291,17 +291,18 @@ def _end(episode: Episode, most: int | None = None) -> None:
         most: The limit on turns.
     """
     if episode.turns:
-        print(f"(reward {episode.turns[-1].reward:+.4g})")
+        print(f"(reward {figure(episode.turns[-1].reward, '+.4g')})")
     if episode.error:
         print(f"The environment failed: {visible(episode.error)}")
         sys.exit(1)
     if episode.ending.ended and episode.final_observation:  # else it has been shown
         print(visible(episode.final_observation))
-    rewards = " ".join(f"{reward:+.4g}" for reward in episode.rewards)
+    rewards = " ".join(figure(reward, "+.4g") for reward in episode.rewards)
     count = len(episode.turns)
     is_quit = episode.stop_reason == "max_turns" and count != most
     print(
-        f"{'Success' if episode.success else 'No success'}: outcome {episode.outcome:+.4g}, "
+        f"{'Success' if episode.success else 'No success'}: "
+        f"outcome {figure(episode.outcome, '+.4g')}, "
         f"{count} turn{'s' * (count != 1)} with rewards {rewards or 'none'}, "
         f"ended by {'you' if is_quit else episode.stop_reason.value}"
     )

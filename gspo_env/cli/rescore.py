@@ -99,8 +99,8 @@ def _compare(before: Sequence[Group], now: Sequence[Group]) -> list[str]:
     count = sum(len(group.episodes) for group in now)
     return [
         f"episodes  {count} in {len(now)} groups, {count - len(played)} lost",
-        f"return    {old.mean_return:.3f} before, {new.mean_return:.3f} now",
+        f"return    {old.mean_return:z.3f} before, {new.mean_return:z.3f} now",
         f"order     {sum(swaps)} of {len(swaps)} pairs of a group are swapped",
         f"flat      {flat[0]} groups with equal returns before, {flat[1]} now",
-        *(f"{name}  {value:.3f}" for name, value in new.reward_parts.items()),
+        *(f"{name}  {value:z.3f}" for name, value in new.reward_parts.items()),
     ]

@@ -30,7 +30,7 @@ from gspo_env.config import Config, to_dict, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, GspoEnvError, OutputError
 from gspo_env.files import FAILURE, METRICS, MODEL, check_folder, lock, read_file, remove_parts
-from gspo_env.health.startup import check_comparison
+from gspo_env.health.startup import check_comparison, check_config
 from gspo_env.redaction import redact, redact_text, visible, write_text
 from gspo_env.runs.run import Run, read_text
 from gspo_env.runtime.processes import usable_cores
@@ -185,7 +185,10 @@ def compare(
             resolve_env(member.spec)
     check_metric(comparison.metric)
     for name in comparison.problems:
-        check_comparison([comparison.config(name, arm, 0) for arm in comparison.arms])
+        configs = [comparison.config(name, arm, 0) for arm in comparison.arms]
+        for config in configs:
+            check_config(config)
+        check_comparison(configs)
     _check_models(comparison)
     check_trackers(tracker)
     claim = _claim(comparison, output)
@@ -287,7 +290,7 @@ def _score(result: Result, metric: str) -> str:
         names = sorted(result.recorded.series)
         near = ", ".join(difflib.get_close_matches(metric, names) or names)
         raise ConfigError(f"metric is {metric!r}; expected one of: {near}")
-    return f"{values[-1]:.3f}"
+    return f"{values[-1]:z.3f}"
 
 
 def read(run: PlannedRun, unfinished: str = "it is not finished") -> Result:

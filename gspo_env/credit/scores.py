@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gspo_env.credit.statistics import MIN_SCALE, discounted, turn_baselines, usable
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, figure
 from gspo_env.types import Episode, FloatArray, Group, Score
 
 logger = logging.getLogger(__name__)
@@ -137,9 +137,10 @@ class ScoreChoice:
             return "turns", "turns have rewards, and no episode has an outcome of its own"
         returns = np.mean([episode.rewards.sum() for episode in episodes])
         outcomes = np.mean([episode.outcome for episode in episodes])
+        mean_return, mean_outcome = figure(float(returns)), figure(float(outcomes))
         reason = (
-            f"turns have rewards (mean sum of an episode {returns:.3g}) and episodes have outcomes "
-            f"of their own (mean {outcomes:.3g}); declare `credit_score` in the environment or set "
+            f"turns have rewards (mean sum of an episode {mean_return}) and episodes have outcomes "
+            f"of their own (mean {mean_outcome}); declare `credit_score` in the environment or set "
             "--score to turns, outcome or sum"
         )
         logger.warning("%s is trained on the rewards of its turns: %s", self.env_id, reason)

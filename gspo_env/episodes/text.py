@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from textwrap import indent
 
+from gspo_env.episodes.schema import EpisodeRecord, TurnRecord
+from gspo_env.errors import figure
 from gspo_env.redaction import visible
 from gspo_env.types import Episode, Turn
 
@@ -12,7 +14,9 @@ _WIDTH = 80
 _VERDICTS = {True: "success", False: "no success"}
 
 
-def render_episode(episode: Episode, decode: Callable[[Sequence[int]], str] | None = None) -> str:
+def render_episode(
+    episode: Episode | EpisodeRecord, decode: Callable[[Sequence[int]], str] | None = None
+) -> str:
     """Renders the task, every turn and how the episode ended; hidden characters as escapes.
 
     Args:
@@ -20,6 +24,8 @@ def render_episode(episode: Episode, decode: Callable[[Sequence[int]], str] | No
         decode: Returns the text of token ids; then a turn shows the whole text that the model read,
             with the list of tools and the marks of the chat template, in place of the observation.
     """
+    if isinstance(episode, EpisodeRecord):
+        return _render_record(episode)
     prompt, task = episode.prompt, episode.task
     options = ", ".join(f"{name}={value!r}" for name, value in task.options.items())
     parts = [_rule(f"{task.env_id}, seed {task.seed}" + (f", {options}" if options else ""))]
@@ -31,14 +37,27 @@ def render_episode(episode: Episode, decode: Callable[[Sequence[int]], str] | No
         read = decode(turn.prompt_ids) if decode and turn.prompt_ids else None
         parts.append(_turn(number, turn, read))
     verdict = "its environment failed" if episode.failed else _VERDICTS[episode.success]
-    end = f"{verdict}: outcome {episode.outcome:+.4g}, stopped by {episode.stop_reason.value}"
+    outcome = figure(episode.outcome, "+.4g")
+    end = f"{verdict}: outcome {outcome}, stopped by {episode.stop_reason.value}"
     count = f"{len(episode.turns)} turns, {episode.model_tokens} tokens sampled"
     parts.append("\n".join([_rule(end), count, *_ending(episode)]))
     return "\n\n".join(parts) + "\n"
 
 
-def _turn(number: int, turn: Turn, read: str | None) -> str:
-    title = f"turn {number}: reward {turn.reward:+.4g}"
+def _render_record(record: EpisodeRecord) -> str:
+    options = f", {record.options}" if record.options else ""
+    parts = [_rule(f"{record.env}, seed {record.seed}{options}")]
+    if record.messages:
+        parts.append(_block("messages before", record.messages))
+    parts += [_turn(number, turn, None) for number, turn in enumerate(record.turns, start=1)]
+    outcome = figure(record.outcome, "+.4g")
+    end = f"{_VERDICTS[record.success]}: outcome {outcome}, stopped by {record.stop_reason}"
+    parts.append("\n".join([_rule(end), *_ending(record)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _turn(number: int, turn: Turn | TurnRecord, read: str | None) -> str:
+    title = f"turn {number}: reward {figure(turn.reward, '+.4g')}"
     if turn.action_ids:
         title += f", {len(turn.prompt_ids)} tokens read, {len(turn.action_ids)} sampled"
     before = ("read", read) if read is not None else ("observation", turn.observation)
@@ -46,7 +65,7 @@ def _turn(number: int, turn: Turn, read: str | None) -> str:
     return "\n".join([_rule(title, "-"), *blocks])
 
 
-def _ending(episode: Episode) -> Iterator[str]:
+def _ending(episode: Episode | EpisodeRecord) -> Iterator[str]:
     if episode.final_observation:
         yield _block("final observation", episode.final_observation)
     if episode.error is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gspo_env.config import Config
-from gspo_env.errors import above
+from gspo_env.errors import above, figure
 from gspo_env.health.findings import Finding
 from gspo_env.runs.evaluations import (
     EvalSnapshot,
@@ -287,8 +287,8 @@ def hacking(run: Run, limit: float) -> Explanation | None:
         if success_fall(first, last) >= limit and return_fall(last, first) >= limit:
             return (
                 "The reward pays for something else than success: from step "
-                f"{first.step} to {last.step}, the return rose from {first.mean_return:.3g} to "
-                f"{last.mean_return:.3g} while success fell from {share(first.success)} to "
+                f"{first.step} to {last.step}, the return rose from {figure(first.mean_return)} to "
+                f"{figure(last.mean_return)} while success fell from {share(first.success)} to "
                 f"{share(last.success)}.",
                 "Read the best episodes (`gspo-env view RUN`, sorted by return), then reward the "
                 "outcome (--advantage outcome, or --score outcome) or lower the rewards of turns.",
@@ -408,8 +408,8 @@ def no_progress(run: Run, limit: float) -> Explanation | None:
     tasks = setting(run, "tasks_per_step")
     return (
         f"No progress in {len(run.steps)} steps: success was {share(first.success)} and is "
-        f"{share(last.success)}, the return was {first.mean_return:.3g} and is "
-        f"{last.mean_return:.3g}.",
+        f"{share(last.success)}, the return was {figure(first.mean_return)} and is "
+        f"{figure(last.mean_return)}.",
         "Start with easier tasks (--curriculum ladder), a stronger model or more imitation."
         if last.success <= 0.01
         else f"Train longer, raise the learning rate ({setting(run, 'learner.learning_rate')}), or "

@@ -41,12 +41,12 @@ class Score:
 
     def __str__(self) -> str:
         """Formats the value with three decimals and its interval."""
-        return f"{self.middle:.3f} ({self.low:.3f} to {self.high:.3f})"
+        return f"{self.middle:z.3f} ({self.low:z.3f} to {self.high:z.3f})"
 
     @property
     def bounds(self) -> str:
         """The interval of a difference, empty if it is infinite."""
-        return f" ({self.low:+.3f} to {self.high:+.3f})" if np.isfinite(self.high) else ""
+        return f" ({self.low:+z.3f} to {self.high:+z.3f})" if np.isfinite(self.high) else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +194,7 @@ def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
     lines = [head]
     for n, row in enumerate(rows):
         lost = not _has_curve(row)
-        difference = f"{row.difference.middle:+.3f}{row.difference.bounds}"
+        difference = f"{row.difference.middle:+z.3f}{row.difference.bounds}"
         difference = "equal" if _equals(row, rows[0]) else difference
         scores = [str(Score.of(row.areas)), str(Score.of(row.finals))]
         line = [
@@ -271,7 +271,7 @@ def _equals(row: Row, first: Row) -> bool:
 
 
 def _range(scores: FloatArray) -> str:
-    low, high = f"{scores.min():.2f}", f"{scores.max():.2f}"
+    low, high = f"{scores.min():z.2f}", f"{scores.max():z.2f}"
     return low if low == high else f"{low} to {high}"
 
 

@@ -19,7 +19,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, figure
 from gspo_env.rollout.metrics import Evaluation
 from gspo_env.types import FloatArray
 
@@ -144,7 +144,7 @@ def _fall(evaluations: Sequence[EvalSnapshot], threshold: float) -> str:
         return _sentence("success", f"{now.success:.1%}", f"{best.success:.1%}", now, best)
     large = max(scale, highest.return_std, now.return_std)
     if return_fall(highest, now) >= threshold and return_drop >= large:
-        values = f"{now.mean_return:.3g}", f"{highest.mean_return:.3g}"
+        values = figure(now.mean_return), figure(highest.mean_return)
         return _sentence("return", *values, now, highest)
     return ""
 

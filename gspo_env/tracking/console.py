@@ -23,13 +23,14 @@ from rich.progress import (
 from rich.progress import Progress as LiveProgress
 from rich.text import Text
 
+from gspo_env.errors import figure
 from gspo_env.redaction import redact_text, visible
 
 _FORMATS = {
     "loss": "loss {:.4f}",
     "success": "success {:.1%}",
     "best": "best {:.1%}",
-    "mean_return": "return {:.3f}",
+    "mean_return": "return {:z.3f}",
     "return_std": "std {:.3f}",
     "clipped": "clipped {:.1%}",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -121,7 +122,7 @@ class Progress:
             train 1/4  success 50.0%  1,234 tokens/s
         """
         shown = [
-            _FORMATS[name].format(value) if name in _FORMATS else f"{name} {value:.3g}"
+            _FORMATS[name].format(value) if name in _FORMATS else f"{name} {figure(value)}"
             for name, value in numbers.items()
             if value is not None
         ]

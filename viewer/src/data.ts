@@ -284,7 +284,8 @@ export function attempts(index: Index, row: number): number[] {
 
 export function short(value: number): string {
   if (!Number.isFinite(value)) return String(value);
-  if (value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3)) return value.toExponential(2).replace(/\.?0+e/, "e");
+  if (Math.abs(value) < 1e-12) return "0"; // that only rounding parts from 0
+  if (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(+value.toPrecision(3));
 }
 
