@@ -14,7 +14,7 @@ from gspo_env.rollout.play import Policy, demonstrator, look
 from gspo_env.rollout.pool import play_alone
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.runtime.loops import settle
-from gspo_env.runtime.threads import in_thread
+from gspo_env.runtime.threads import in_thread, wrong_actions
 from gspo_env.training.split import Split, hold_out, num_eval_tasks, reset_of
 from gspo_env.types import Episode, Group, Task
 
@@ -86,5 +86,6 @@ class ScriptedAgent:
         return lose_unscored(group, self._faults)
 
     def _play(self, task: Task, policy: Policy) -> Episode:
-        played: Episode = self._guard(play_alone, self._env, task, policy, self._faults)
+        play = wrong_actions()(play_alone) if self.noise else play_alone
+        played: Episode = self._guard(play, self._env, task, policy, self._faults)
         return played

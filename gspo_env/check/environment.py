@@ -427,13 +427,16 @@ class _Check:
         return [i for i in ids if i in special]
 
     def same(self, first: Episode, again: Episode, when: str) -> None:
-        pairs = zip(_records(first), _records(again), strict=False)
+        pairs, cause = zip(_records(first), _records(again), strict=False), ""
+        if getattr(self.env.unwrapped, "_np_random_seed", None) != again.task.seed:
+            cause = "; reset() must call super().reset(seed=seed), which seeds self.np_random"
         for turn, (one, two) in enumerate(pairs):
             for part, now in zip(one, two, strict=True):
                 if not data_equivalence(part, now, exact=True):
-                    self.fail(f"{when}: turn {turn} was {_short(part)} and is {_short(now)}.")
+                    was = f"turn {turn} was {_short(part)} and is {_short(now)}"
+                    self.fail(f"{when}: {was}{cause}.")
         if len(first.turns) != len(again.turns):
-            self.fail(f"{when}: it had {len(first.turns)} turns and has {len(again.turns)}.")
+            self.fail(f"{when}: it had {len(first.turns)} turns and has {len(again.turns)}{cause}.")
 
     def twin(self) -> Any:
         """Returns a second copy, or None if the environment was not made by an id."""

@@ -230,11 +230,17 @@ class TextEnv(gymnasium.Env[str, str]):
         """
         if self._ended:
             raise EnvironmentContractError(
-                f"{type(self).__name__}: step() was called outside an episode, call reset() first."
+                f"{type(self).__name__}: step() was called outside an episode; call reset() first, "
+                "which must call super().reset(seed=seed)."
             )
 
     def end_turn(self, terminated: bool, truncated: bool = False) -> tuple[bool, bool]:
         """Counts the turn and applies `max_turns`; returns both flags, never both true."""
+        if "turns_played" not in vars(self):
+            raise EnvironmentContractError(
+                f"{type(self).__name__}: end_turn() counts the turns of an episode, which only "
+                "TextEnv.reset begins; reset() must call super().reset(seed=seed)."
+            )
         self.turns_played += 1
         late = self.max_turns is not None and self.turns_played >= self.max_turns
         truncated = not terminated and bool(truncated or late)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, get_args
 
 import numpy as np
@@ -14,11 +16,15 @@ from gspo_env.errors import EnvironmentContractError, RefusedError
 from gspo_env.tools.tool import Tool
 from gspo_env.types import LARGEST_REWARD, Message, Prompt, ResetInfo, Score, StepInfo
 
+logger = logging.getLogger(__name__)
+
 ParsedStep = tuple[str, float, bool, bool, StepInfo]
 Reader = tuple[Callable[[Any], Any], str]
 """A function that returns the parsed value or raises, and a description of what it expects."""
 _REFUSED = (TypeError, ValueError, LookupError, OverflowError)
 """What a reader raises for a value that is not allowed."""
+_TYPO = 0.91
+"""Similarity from which a key of `info` is a typo; that of `score` and `scored` is 0.909."""
 
 
 def parse_reset(env_id: str, result: object) -> tuple[str, ResetInfo]:
@@ -128,6 +134,7 @@ def _read(env_id: str, method: str, info: object, readers: Mapping[str, Reader])
         reader = readers.get(key)
         if reader is None:
             extra[key] = value
+            _warn_of_typo(env_id, method, key)
         elif value is not None:
             read[key] = _value(env_id, f"{method} info[{key!r}]", value, reader)
     return {**read, "extra": extra} if extra else read
@@ -138,6 +145,17 @@ def _reward(value: Any) -> float:
     if abs(number) > LARGEST_REWARD:
         raise ValueError
     return number
+
+
+@lru_cache
+def _warn_of_typo(env_id: str, method: str, key: Any) -> None:
+    """Logs that a key of `info` is nearly one that training reads; once for each key."""
+    readers = _RESET if method == "reset()" else _STEP
+    if near := difflib.get_close_matches(str(key), readers, n=1, cutoff=_TYPO):
+        logger.warning(
+            "%s: %s info has the key %r, which training does not read; do you mean %r?",
+            *(env_id, method, key, near[0]),
+        )
 
 
 def _number(value: Any) -> float:

@@ -27,10 +27,10 @@ def describe_envs() -> list[EnvDescription]:
 def _describe(env_id: str) -> EnvDescription:
     try:
         creator = load_creator(env_id)
+        declared = getattr(creator, "declared_tools", None)
+        tools = declared() if callable(declared) else getattr(creator, "tools", ())
     except Exception as error:  # the list must still show the others
         return EnvDescription(id=env_id, summary=f"cannot be loaded: {error}", tools=())
-    declared = getattr(creator, "declared_tools", None)
-    tools = declared() if callable(declared) else getattr(creator, "tools", ())
     tools = tools if isinstance(tools, Sequence) else ()  # a property knows them of an instance
     summary = (creator.__doc__ or "").strip().partition("\n")[0]
     return EnvDescription(id=env_id, summary=summary, tools=tuple(tool.name for tool in tools))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import reprlib
+from collections.abc import Sequence
 from datetime import date, time, timedelta
 from enum import Enum
 from functools import cached_property
 from numbers import Number
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 from uuid import UUID
 
 import numpy as np
@@ -22,7 +23,7 @@ from gspo_env.runtime.loops import settle
 from gspo_env.runtime.threads import foreign, log_once
 from gspo_env.tools.calls import parse_tool_calls
 from gspo_env.tools.json_calls import ToolCallError
-from gspo_env.tools.tool import Tool, as_tool, tool, tool_methods
+from gspo_env.tools.tool import Tool, as_tool, mark, place_of, tool_methods
 from gspo_env.types import ToolCall
 
 _TEXTS = (
@@ -57,30 +58,50 @@ class ToolEnv(TextEnv):
     error_reward: float = 0.0
     """Reward of the turn for each malformed, refused or failed call."""
 
-    _functions: tuple[Tool, ...] = ()
+    _tool_functions: ClassVar[Sequence[Any]] = ()
+    """The functions that the class lists as `tools`."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Takes the functions that the class lists as `tools`, and checks the methods."""
+        """Takes the functions that the class lists as `tools`."""
         super().__init_subclass__(**keywords)
-        functions = vars(cls).get("tools")
-        if isinstance(functions, (list, tuple)):
-            listed = [f if isinstance(f, Tool) else as_tool(tool(f)) for f in functions]
-            methods = [each.function for each in tool_methods(cls)]
-            cls._functions = tuple(t for t in listed if not any(t.function is m for m in methods))
+        if isinstance(functions := vars(cls).get("tools"), (list, tuple)):
+            cls._tool_functions = tuple(functions)
             delattr(cls, "tools")  # the property has them, with the methods
-        names = [each.name for each in cls.declared_tools()]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(f"{cls.__name__} has two tools {min(twice)!r}.")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Checks the tools, so that a fault blocks no other class of the file.
+
+        Raises:
+            ConfigError: A tool cannot be used.
+        """
+        cls.declared_tools()
+        return super().__new__(cls)
 
     @classmethod
     def declared_tools(cls) -> tuple[Tool, ...]:
-        """Returns the tools of the class, not bound to an environment, base classes first."""
-        return (*tool_methods(cls), *cls._functions)
+        """Returns the tools of the class, not bound to an environment, base classes first.
+
+        Raises:
+            ConfigError: A tool cannot be used, or two have one name.
+        """
+        return cls._tools(None)
 
     @cached_property
     def tools(self) -> tuple[Tool, ...]:  # type: ignore[override]
         """The tools, bound to this environment."""
-        return (*tool_methods(type(self), self), *type(self)._functions)
+        return type(self)._tools(self)
+
+    @classmethod
+    def _tools(cls, instance: object) -> tuple[Tool, ...]:
+        methods = tool_methods(cls)
+        functions = [f if isinstance(f, Tool) else as_tool(mark(f)) for f in cls._tool_functions]
+        own = [each.function for each in methods]
+        functions = [each for each in functions if not any(each.function is f for f in own)]
+        names = [each.name for each in (*methods, *functions)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"{cls.__name__} has two tools {min(twice)!r}.")
+        bound = methods if instance is None else tool_methods(cls, instance)
+        return (*bound, *functions)
 
     def step(self, action: str) -> StepResult:
         """Calls the tools of an action, or passes the action to `on_final`.
@@ -170,7 +191,7 @@ class ToolEnv(TextEnv):
         except ConfigError as error:
             return self._error(str(error))
         try:
-            text = _as_text(tool.name, settle(tool.function(**arguments), f"tool {tool.name}"))
+            text = _as_text(tool, settle(tool.function(**arguments), f"tool {tool.name}"))
         except EnvironmentContractError:
             raise
         except Exception as error:  # a tool may raise anything; the policy reads it
@@ -197,7 +218,7 @@ class _Answer(NamedTuple):
     error: bool
 
 
-def _as_text(name: str, result: object) -> str:
+def _as_text(tool: Tool, result: object) -> str:
     """Returns the text of a tool's result.
 
     Raises:
@@ -207,7 +228,7 @@ def _as_text(name: str, result: object) -> str:
         return clean(json.dumps(result, ensure_ascii=False))
     if result is not None and not isinstance(result, _TEXTS):
         raise EnvironmentContractError(
-            f"tool {name}: its result is of type {type(result).__name__}, expected text, a number, "
-            "None, or a dict or list of these."
+            f"tool {place_of(tool.function)}: its result is of type {type(result).__name__}, "
+            "expected text, a number, None, or a dict or list of these."
         )
     return clean(str(result))

@@ -6,6 +6,7 @@ architecture, a ChatML template, and a tokenizer with one token per word (bytes 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import re
@@ -32,6 +33,7 @@ from gspo_env.rollout.failures import FaultLog, refuse_failures
 from gspo_env.rollout.play import Policy, PolicyOutput, demonstrator, look
 from gspo_env.rollout.pool import play_alone
 from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.runtime.threads import wrong_actions
 from gspo_env.seeding import derive_seed
 from gspo_env.tools.tool import tool_call_frames
 from gspo_env.types import Episode, StopReason, Task, Turn
@@ -197,7 +199,8 @@ def demonstrate(
         RolloutError: More episodes failed than the limits allow; the others are left out.
     """
     limits = limits or RolloutConfig()
-    episodes = play_all(env, tasks, demonstrator(slips), limits, show)
+    with wrong_actions() if slips else contextlib.nullcontext():
+        episodes = play_all(env, tasks, demonstrator(slips), limits, show)
     refuse_failures(episodes, limits.max_env_error_rate)
     played = [e for e in episodes if not e.failed]
     if len(played) < len(episodes):

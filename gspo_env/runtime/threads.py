@@ -21,6 +21,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,8 @@ _abandoned: set[int] = set()
 """The threads that nothing waits for any more."""
 _causes: set[tuple[str, str, str]] = set()
 """What raised, with the exception and the line; see `log_once`."""
+_quiet = ContextVar("_quiet", default=False)
+"""Whether a scripted player slips; see `wrong_actions`."""
 
 
 @dataclass(slots=True)
@@ -136,6 +139,16 @@ def foreign(error: BaseException) -> ForeignError:
     return ForeignError(type(error).__name__, text, _place(error), trace)
 
 
+@contextlib.contextmanager
+def wrong_actions() -> Iterator[None]:
+    """Logs nothing in this thread that raises at the wrong actions of a scripted player."""
+    token = _quiet.set(True)
+    try:
+        yield
+    finally:
+        _quiet.reset(token)
+
+
 def log_once(what: str, error: BaseException, then: str = "", *, trace: bool = False) -> None:
     """Logs an exception of an environment with its line, but only the first of each line.
 
@@ -145,6 +158,8 @@ def log_once(what: str, error: BaseException, then: str = "", *, trace: bool = F
         then: The consequence, in front of "further ones are not shown".
         trace: Whether to log the traceback too.
     """
+    if _quiet.get():
+        return
     raised = foreign(error)
     cause = what, raised.name, raised.where
     if cause in _causes or len(_causes) >= _MOST_CAUSES:

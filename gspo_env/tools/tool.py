@@ -7,6 +7,8 @@ import json
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import PurePath
 from typing import Annotated, Any, NotRequired, TypeVar
 
 from docstring_parser import ParseError, google
@@ -81,13 +83,54 @@ def tool(function: F) -> F:
 
     Raises:
         ConfigError: It is not a function, or the docstring or an annotation is missing or cannot
-            be used.
+            be used; of a method, this is raised when its class makes an environment.
+    """
+    plain = getattr(mark(function), "__func__", function)
+    if not _is_method(plain):
+        as_tool(plain)
+    return function
+
+
+def mark(function: F) -> F:
+    """Marks a function as a tool, whose definition is read when it is used.
+
+    Raises:
+        ConfigError: It is not a function.
     """
     plain = getattr(function, "__func__", function)
     if not callable(plain) or not hasattr(plain, "__name__"):
         raise ConfigError(f"@tool got {function!r}, expected a function or method.")
-    setattr(plain, _MARK, _build_tool(plain, is_static=isinstance(function, staticmethod)))
+    if not isinstance(getattr(plain, _MARK, None), _Marked):
+        setattr(plain, _MARK, _Marked(plain, is_static=isinstance(function, staticmethod)))
     return function
+
+
+@dataclass
+class _Marked:
+    """A function that `tool` has marked."""
+
+    function: Callable[..., Any]
+    is_static: bool
+
+    @cached_property
+    def tool(self) -> Tool:
+        return _build_tool(self.function, is_static=self.is_static)
+
+
+def _is_method(function: Callable[..., Any]) -> bool:
+    return "." in function.__qualname__.rpartition("<locals>.")[2]
+
+
+def place_of(function: Callable[..., Any], name: str = "") -> str:
+    """Returns the name, the file and the line of a function.
+
+    Args:
+        function: The function.
+        name: The name, with the class that has it; by default that of its definition.
+    """
+    name = name or function.__qualname__.rpartition("<locals>.")[2]
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{name} ({PurePath(code.co_filename).name}:{code.co_firstlineno})" if code else name
 
 
 def as_tool(function: Callable[..., Any]) -> Tool:
@@ -106,8 +149,8 @@ def _definition(member: Any) -> Tool | None:
     """Returns the tool that a function is, or that a member of a class is made of."""
     for name in ("__func__", "fget", "func"):
         member = getattr(member, name, member)
-    definition = getattr(member, _MARK, None)
-    return definition if isinstance(definition, Tool) else None
+    mark = getattr(member, _MARK, None)
+    return mark.tool if isinstance(mark, _Marked) else None
 
 
 def tool_methods(cls: type, instance: object = None) -> tuple[Tool, ...]:
@@ -128,7 +171,7 @@ def tool_methods(cls: type, instance: object = None) -> tuple[Tool, ...]:
         if definition is None:
             if callable(plain) and any(_definition(vars(b).get(name)) for b in cls.__mro__):
                 remedy = f"decorate it with @tool, or drop it with {name} = None."
-                raise ConfigError(f"{where} replaces a tool: {remedy}")
+                raise ConfigError(f"{place_of(plain, where)} replaces a tool: {remedy}")
             continue
         if getattr(plain, _MARK, None) is None:
             kind = type(member).__name__
@@ -137,7 +180,8 @@ def tool_methods(cls: type, instance: object = None) -> tuple[Tool, ...]:
         is_static = isinstance(member, staticmethod)
         if parameters[not is_static :] != [*definition.parameters["properties"]]:
             form = "annotate each parameter of a static method" if is_static else "add self"
-            raise ConfigError(f"tool {where}({', '.join(parameters)}): {form}.")
+            where = place_of(plain, f"{where}({', '.join(parameters)})")
+            raise ConfigError(f"tool {where}: {form}.")
         bound = definition.function if instance is None else getattr(instance, name)
         tools.append(replace(definition, function=bound))
     return tuple(tools)
@@ -173,7 +217,7 @@ def tool_call_frames(tool: Tool) -> list[str]:
 
 def _build_tool(function: Callable[..., Any], *, is_static: bool) -> Tool:
     name = function.__name__
-    description, documented = _read_docstring(name, inspect.getdoc(function))
+    description, documented = _read_docstring(place_of(function), inspect.getdoc(function))
     make_type: Any = TypedDict
     arguments = make_type(f"{name}_arguments", _fields(function, documented, is_static))
     arguments.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -182,7 +226,10 @@ def _build_tool(function: Callable[..., Any], *, is_static: bool) -> Tool:
         schema = validator.json_schema()
     except PydanticUserError as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"tool {name}: its annotations have no JSON schema: {reason}.") from error
+        where = place_of(function)
+        raise ConfigError(
+            f"tool {where}: its annotations have no JSON schema: {reason}."
+        ) from error
     for value in schema.setdefault("properties", {}).values():
         value.pop("title", None)
     schema.setdefault("required", [])
@@ -200,12 +247,12 @@ def _fields(
     function: Callable[..., Any], documented: dict[str, str], is_static: bool
 ) -> dict[str, Any]:
     """Returns each parameter's annotation for the validator."""
-    name = function.__name__
+    name = place_of(function)
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
         raise ConfigError(f"tool {name}: an annotation cannot be resolved: {error}.") from error
-    is_method = not is_static and "." in function.__qualname__.rpartition("<locals>.")[2]
+    is_method = not is_static and _is_method(function)
     fields: dict[str, Any] = {}
     for index, parameter in enumerate(inspect.signature(function).parameters.values()):
         if (

@@ -41,6 +41,21 @@ def test_a_step_outside_an_episode_is_refused():
         assert env.step("end")[2:4] == (True, False)
 
 
+def test_turns_that_no_reset_of_the_base_class_begins_are_refused():
+    class Forgets(Counts):
+        def reset(self, *, seed=None, options=None):
+            return "", {}
+
+    env = Forgets()
+    env.reset(seed=0)
+    with pytest.raises(EnvironmentContractError, match=r"Forgets: end_turn.*super\(\)\.reset\("):
+        env.end_turn(False)
+    with pytest.raises(
+        EnvironmentContractError, match=r"call reset\(\) first, .*super\(\)\.reset\("
+    ):
+        env.require_episode()
+
+
 def test_an_argument_replaces_the_limit_of_the_class_and_one_below_1_is_refused():
     assert [Counts().max_turns, Counts(5).max_turns] == [3, 5]
     with pytest.raises(ConfigError, match="Counts: max_turns is 0, expected at least 1"):

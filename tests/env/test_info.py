@@ -256,3 +256,19 @@ def test_results_are_in_the_order_of_the_calls():
     assert [m.content for m in step({"messages": [*asked, *unnamed]}).messages[2:]] == ["b", "a"]
     with pytest.raises(EnvironmentContractError, match=r"'cx'; expected one of \['ca', 'cb'\]"):
         step({"messages": [*asked, {**told[0], "tool_call_id": "cx"}]})
+
+
+def test_a_key_that_is_nearly_another_is_named_once(caplog):
+    for _ in range(3):
+        for env_id in ("first", "second"):
+            parse_step(env_id, ("", 0.0, True, False, {"reward_part": {}, "score": 1, 7: 8}))
+            parse_reset(env_id, ("", {"message": "hi", "tool_choice": "any"}))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{env_id}: {method}() info has the key {key!r}, which training does not read; do you mean "
+        f"{meant!r}?"
+        for env_id in ("first", "second")
+        for method, key, meant in (
+            ("step", "reward_part", "reward_parts"),
+            ("reset", "message", "messages"),
+        )
+    ]

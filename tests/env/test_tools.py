@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import math
 from ast import literal_eval
@@ -501,7 +502,10 @@ def test_what_is_no_function_is_no_tool(member, words):
             {"cheap": functools.partialmethod(ShopEnv.price, count=1)},
             r"tool Other\.cheap is a partialmethod",
         ),
-        ({"price": lambda self, item: 1.0}, r"Other\.price replaces a tool: decorate it .*= None"),
+        (
+            {"price": lambda self, item: 1.0},
+            r"Other\.price \(.*\) replaces a tool: decorate it .*= None",
+        ),
         ({"tools": [lambda number: number]}, "has no docstring"),
         ({"tools": [double], "twice": Doubles.double}, "Other has two tools 'double'"),
         ({"tools": [double, double]}, "Other has two tools 'double'"),
@@ -509,7 +513,7 @@ def test_what_is_no_function_is_no_tool(member, words):
 )
 def test_a_tool_is_never_lost_without_a_word(members, words):
     with pytest.raises(ConfigError, match=words):
-        type("Other", (ShopEnv,), members)
+        type("Other", (ShopEnv,), members)()
 
 
 def test_a_subclass_drops_a_tool_with_none():
@@ -519,28 +523,76 @@ def test_a_subclass_drops_a_tool_with_none():
     assert [each.name for each in Poor.declared_tools()] == ["fail", "leave", "echo"]
 
 
-def test_a_first_parameter_that_is_neither_an_instance_nor_an_argument_fails_at_the_class():
-    with pytest.raises(ConfigError, match=r"tool Static\.look\(word\): annotate each parameter"):
+class Faulty:
+    """Classes whose tools cannot be used; each is defined all the same."""
 
-        class Static(Tools):
-            @staticmethod
-            @tool
-            def look(word) -> str:
-                """Look a word up."""
-                return str(word)
+    class Static(Tools):
+        @staticmethod
+        @tool
+        def look(word) -> str:
+            """Look a word up."""
+            return str(word)
 
-    with pytest.raises(ConfigError, match=r"tool Typed\.look\(word\): add self"):
+    class Typed(Tools):
+        @tool
+        def look(word: str) -> str:
+            """Look a word up."""
+            return word
 
-        class Typed(Tools):
-            @tool
-            def look(word: str) -> str:
-                """Look a word up."""
-                return word
+    class Held(Tools):
+        twice = tool(double)
 
-    with pytest.raises(ConfigError, match=r"tool Held\.twice\(number\): add self"):
+    class Undocumented(Tools):
+        @tool
+        def look(self, word: str) -> str:
+            return word
 
-        class Held(Tools):
-            twice = tool(double)
+    class Untyped(Tools):
+        @tool
+        def look(self, word) -> str:
+            """Look a word up."""
+            return str(word)
+
+    class ListsUntyped(Tools):
+        tools = [_untyped]  # noqa: RUF012
+
+    class Bare(ShopEnv):
+        def price(self, item: str) -> float:
+            """It lacks the decorator."""
+            return 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Faulty.Static, r"tool Static\.look\(word\) \({}\): annotate each parameter"),
+        (Faulty.Typed, r"tool Typed\.look\(word\) \({}\): add self"),
+        (Faulty.Held, r"tool Held\.twice\(number\) \({}\): add self"),
+        (Faulty.Undocumented, r"tool Faulty\.Undocumented\.look \({}\) has no docstring"),
+        (Faulty.Untyped, r"tool Faulty\.Untyped\.look \({}\): parameter word has no type anno"),
+        (Faulty.ListsUntyped, r"tool _untyped \({}\): parameter key has no type annotation"),
+        (Faulty.Bare, r"Bare\.price \({}\) replaces a tool"),
+    ],
+)
+def test_a_faulty_tool_is_named_with_class_and_line_and_only_when_its_class_is_used(kind, words):
+    with pytest.raises(ConfigError, match=words.format(r"test_tools\.py:\d+")):
+        kind()
+    with pytest.raises(ConfigError):
+        kind.declared_tools()
+
+
+def test_a_result_that_is_no_text_names_the_tool_and_its_line():
+    class Pictures(Tools):
+        @tool
+        def draw(self) -> object:
+            """Draw."""
+            return object()
+
+    env = Pictures()
+    env.reset(seed=0)
+    line = inspect.getsourcelines(Pictures.draw)[1]
+    with pytest.raises(EnvironmentContractError, match=rf"Pictures\.draw \(test_tools.py:{line}\)"):
+        env.step(format_tool_call("draw", {}))
 
 
 def test_tools_without_a_function_of_their_own_are_equal():

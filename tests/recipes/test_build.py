@@ -23,7 +23,7 @@ from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.tools.calls import parse_tool_calls
-from gspo_env.tools.tool import tool
+from gspo_env.tools.tool import format_tool_call, tool
 from gspo_env.types import StopReason, Task, ToolCall
 
 
@@ -237,3 +237,41 @@ def test_babble_calls_tools_in_their_format_and_repeats():
     assert 10 < len(calls) < 54
     assert all(isinstance(parse_tool_calls(text)[0], ToolCall) for text in calls)
     assert texts == [e.turns[0].text for e in babble(WithTool(), "test", 64, 0)]
+
+
+class Slips(Tools):
+    """Its tool raises at a word that it does not know, which only a slip names."""
+
+    name = "look"
+
+    @tool
+    def look(self, word: str) -> str:
+        """Look a word up."""
+        return {"tea": "hot"}[word]
+
+    def expert_action(self, noise=0.0):
+        slips = noise > 0 and self.np_random.random() < noise
+        return format_tool_call(self.name, {"word": "tee" if slips else "tea"})
+
+
+class Fails(Slips):
+    """Its tool raises in a call that is no slip."""
+
+    name = "find"
+
+    @tool
+    def find(self, word: str) -> str:
+        """Find a word."""
+        return {}[word]
+
+
+@pytest.mark.parametrize(("kind", "slips", "told"), [(Slips, 0.5, 0), (Fails, 0.0, 1)])
+def test_a_slip_of_the_demonstrator_is_no_warning_and_any_other_error_is(caplog, kind, slips, told):
+    tasks = [Task(env_id="x", seed=seed) for seed in range(8)]
+    episodes = demonstrate(kind(), tasks, slips, RolloutConfig(max_turns=2))
+    assert any(f"{kind.name} failed: KeyError" in e.final_observation for e in episodes)
+    assert caplog.text.count(f"tool {kind.name} raised KeyError") == told
+    env = kind()
+    env.reset(seed=0)
+    env.step(format_tool_call(kind.name, {"word": "again"}))
+    assert caplog.text.count(f"tool {kind.name} raised KeyError") == 1
