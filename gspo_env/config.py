@@ -324,7 +324,7 @@ def _hint(config: Config, name: str, paths: list[str]) -> str:
             return hint
     lasts = {path.rpartition(".")[2]: path for path in paths}
     near = " or ".join(lasts[n] for n in difflib.get_close_matches(last, lasts, n=3))
-    return f"; perhaps you mean {near}" if near else "; `gspo-env train --help` lists all"
+    return f"; perhaps you mean {near}" if near else "; `gspo-env train --help all` lists all"
 
 
 def _elsewhere(name: str) -> str:

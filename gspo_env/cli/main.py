@@ -117,7 +117,7 @@ def parse(arguments: Sequence[str]) -> Any:
     if {"-h", "--help"} & set(rest):
         from gspo_env.cli.help import print_help
 
-        print_help(name, command, default)
+        print_help(name, command, default, whole="all" in rest)
     return read_options(name, default, rest)
 
 

@@ -164,7 +164,7 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     config = override(config, {"env_kwargs": env_kwargs, **choices})
     config = _with_score_of_file(config, file, "advantage" in choices, env)
     paths = {resolve(config, flag): texts for flag, texts in flags.items()}
-    if "--help" in options and (group := options[-1]) != "--help":
+    if "--help" in options and (group := options[-1]) not in ("--help", "all"):
         from gspo_env.cli.help import print_options
 
         print_options(command.__name__.lower(), config, group)

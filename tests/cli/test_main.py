@@ -11,6 +11,7 @@ from support.jails import run_python
 from support.runs import write_env
 
 from gspo_env.cli.evaluate import print_scores
+from gspo_env.cli.help import USUAL
 from gspo_env.cli.main import main, parse
 from gspo_env.config import Config, read_toml
 from gspo_env.credit import GroupGAE
@@ -185,9 +186,26 @@ def test_settings_of_the_chosen_class_are_flags_by_path_and_by_last_part(tmp_pat
     assert (again.steps, again.seed) == (1, 9)  # flags win over the file
 
 
+COMPARED = ["arm", "seeds", "first-seed", "metric", "target", "workers"]
+
+
+@pytest.mark.parametrize(("command", "own"), [("train", ["resume"]), ("compare", COMPARED)])
+def test_help_lists_the_usual_settings_and_those_of_the_command(capsys, command, own):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert end.value.code == 0
+    listed = [line.split()[0] for line in shown.splitlines() if line.startswith("  --")]
+    assert sorted(listed) == sorted(f"--{path.replace('_', '-')}" for path in (*USUAL, *own))
+    assert shown.startswith(f"usage: gspo-env {command} ")
+    assert "  --rollout.group-size INT\n        Episodes of each task, G. (default: 8)\n" in shown
+    assert f"gspo-env {command} --help all" in shown
+    assert "checkpoints, episodes, rollout, supply" in shown
+
+
 def test_help_lists_every_setting_with_its_default_and_a_page_has_one_group(capsys):
     with pytest.raises(SystemExit):
-        main(["train", "--help"])
+        main(["train", "--help", "all"])
     output = capsys.readouterr().out
     for path in [*flatten(Config.from_recipe(), mappings=False), *BUILTIN, "config"]:
         assert f"--{path.replace('_', '-')} " in output
