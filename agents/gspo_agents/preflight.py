@@ -41,6 +41,8 @@ from gspo_env.types import Episode
 if TYPE_CHECKING:
     from gspo_agents.gspo import GSPOAgent
 
+_LIMIT = 60.0
+"""Seconds that the measurement may take; then the training begins without it."""
 _EPISODES, _SECONDS = 8, 20.0
 """Episodes that are played or demonstrations that are read, and the seconds they may take."""
 _UNKNOWN_PROMPT = 512
@@ -185,7 +187,7 @@ def check(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> list[Finding]:
     Raises:
         TrainingError: It does not fit into memory.
     """
-    Progress().line("preflight: a few tokens and gradients are measured")
+    Progress().line(f"preflight: measures a few tokens and gradients, for at most {_LIMIT:g} s")
     run = estimate(agent, demonstrations)
     Progress().line("\n".join(f"{name:<13}{value}" for name, value in run.rows.items()))
     text = f"The run takes about {_clock(run.seconds)}."
@@ -194,7 +196,7 @@ def check(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> list[Finding]:
 
 
 def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate:
-    """Measures what a run needs; its time is 0 if another process samples.
+    """Measures what a run needs; its time is 0 if another process samples, or measuring takes long.
 
     The global generators are as before.
 
@@ -205,7 +207,7 @@ def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate:
     Raises:
         TrainingError: It does not fit into memory.
     """
-    model, states = agent.model, generator_states()
+    model, states, deadline = agent.model, generator_states(), time.monotonic() + _LIMIT
     free, sizes = free_memory(model), _sizes(model)
     pass_tokens = agent.config.learner.microbatch_tokens or tokens_of_pass(model, _device(model))
     config = override(agent.config, {"learner": {"microbatch_tokens": pass_tokens}})
@@ -219,8 +221,19 @@ def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate:
     engine, loop = start_engine(model, few), EngineLoop()
     try:
         lengths = _lengths(agent, engine, loop, demonstrations)
+        batch = config.recipe.imitation_batch if demonstrations else 0
+        imitated, episodes = lengths.computed(batch, batch), groups * config.rollout.group_size
+        minibatches = min(learner.minibatches, episodes)  # each has whole groups where it can
+        part = lengths.computed(math.ceil(groups / minibatches), episodes / minibatches)
+        largest = max(part, imitated)
+        more, text = _refuse(sizes, config, largest, lengths, free)
+        rows = {"memory": text, "run": f"not known; measuring it takes more than {_LIMIT:g} s"}
+        unknown = Estimate(lengths=lengths, more=more, rows=rows, seconds=0.0)
         measuring = _measure_engine(engine, int(lengths.prompt), few.rollout.concurrency, model)
-        prompt_token, step, decoded_token = loop.run(measuring)
+        left = max(0.0, deadline - time.monotonic())
+        prompt_token, step, decoded_token = loop.run(asyncio.wait_for(measuring, left))
+    except TimeoutError:
+        return unknown
     finally:
         engine.close()
         set_generator_states(states)
@@ -231,12 +244,8 @@ def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate:
         prompts = lengths.computed(groups, episodes) - sampled
         return prompts * prompt_token + steps * step + sampled * decoded_token
 
-    batch = config.recipe.imitation_batch if demonstrations else 0
-    imitated, episodes = lengths.computed(batch, batch), groups * config.rollout.group_size
-    minibatches = min(learner.minibatches, episodes)  # each has whole groups where it can
-    part = lengths.computed(math.ceil(groups / minibatches), episodes / minibatches)
-    largest = max(part, imitated)
-    more, text = _refuse(sizes, config, largest, lengths, free)
+    if time.monotonic() > deadline:
+        return unknown
     affordable = free / 4 / (_KEPT * sizes.width * sizes.weight)
     measured = max(64, int(min(largest, pass_tokens, 1.0 / prompt_token, affordable)))
     share = lengths.sampled / lengths.computed(1, 1)

@@ -120,7 +120,7 @@ def test_a_preflight_leaves_model_and_generators_as_they_were(agent, capsys, ran
     state = torch.get_rng_state()
     assert check(agent, ()) == []
     shown = capsys.readouterr().out
-    assert shown.startswith("preflight: a few tokens and gradients are measured")
+    assert shown.startswith("preflight: measures a few tokens and gradients, for at most 60 s")
     for row in ("memory", "evaluation", "step", "run"):
         assert re.search(rf"^{row} ", shown, re.MULTILINE)
     after = agent.model.state_dict()
@@ -173,6 +173,23 @@ def test_an_engine_too_slow_for_a_single_turn_has_actions_as_long_as_they_may_be
     monkeypatch.setattr("gspo_agents.preflight._SECONDS", 1.0)
     lengths = estimate(wordy, ()).lengths
     assert lengths.sampled == lengths.steps == config.rollout.max_turn_tokens
+
+
+def test_a_measurement_has_a_limit_of_time_and_what_is_known_is_said(agent, capsys, monkeypatch):
+    config = override(Config(), {"tasks_per_step": 2, "eval_tasks": 4, **SHORT})
+    wordy = GSPOAgent(agent.model, Wordy, config, agent.tokenizer)
+    expected = estimate(wordy, ())
+    monkeypatch.setattr("gspo_agents.preflight._LIMIT", 0.0)
+    measured = []
+    monkeypatch.setattr("gspo_agents.preflight._measure_gradient", measured.append)
+    assert check(wordy, ()) == []
+    shown = capsys.readouterr().out
+    assert f"memory       {expected.rows['memory'].partition(', of ')[0]}" in shown
+    assert re.search(r"^run +not known; measuring it takes more than 0 s$", shown, re.MULTILINE)
+    assert not measured
+    monkeypatch.setattr("gspo_agents.preflight.free_memory", lambda model: 1e6)
+    with pytest.raises(TrainingError, match="does not fit into memory"):
+        check(wordy, ())
 
 
 @pytest.mark.parametrize(
