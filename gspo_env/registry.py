@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, MissingExtraError
 
 BUILTIN: dict[str, dict[str, str]] = {
     "advantage": {
@@ -181,6 +181,23 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
         raise ConfigError(f"{what} is {name!r}; expected a name in {where}, such as: {near}")
     loaded: Callable[..., Any] = function
     return loaded
+
+
+def require(package: str, user: str, install: str) -> None:
+    """Checks that an optional package is installed, without importing it.
+
+    Args:
+        package: The package.
+        user: What needs it.
+        install: What pip installs.
+
+    Raises:
+        MissingExtraError: It is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise MissingExtraError(
+            f"{user} needs {package}, which is not installed: pip install {install}"
+        )
 
 
 def load_module(where: str) -> ModuleType:

@@ -54,7 +54,7 @@ from gspo_env.cli.sync import Sync
 from gspo_env.cli.view import View
 from gspo_env.config import Config, override
 from gspo_env.errors import ConfigError, GspoEnvError, TrainingError
-from gspo_env.health.startup import check_start
+from gspo_env.health.startup import check_settings, check_start
 from gspo_env.registry import BUILTIN, find
 from gspo_env.tracking.base import flatten
 
@@ -335,6 +335,7 @@ def refusal(row: Row) -> str:
             agent = GSPOAgent(config=config({**row, "rollout.isolation": "thread"}))
             check_learning(agent.model, agent.config, agent.chat)
             envs = agent.environments
+            envs.guard(check_settings, agent.config, envs.envs)
             check = functools.partial(check_start, undemonstrated=())
             envs.guard(check, agent.config, envs.envs, agent.chat)
             envs.close()

@@ -33,14 +33,14 @@ from typing import Any
 import numpy as np
 import psutil
 
-from gspo_agents.environments import make_member
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import Member
 from gspo_env.rollout.failures import FaultLog
-from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.pool import EnvPool, make_member
+from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.types import Episode, Fault, StopReason, Task
 
 SAMPLES = "GSPO_SOAK_SAMPLES"
@@ -131,9 +131,9 @@ class Agent(GSPOAgent):
     _calm = False
 
     @classmethod
-    def _make_env(cls, member: Member, config: Config) -> TextEnvironment:
+    def _make_env(cls, member: Member, limits: RolloutConfig) -> TextEnvironment:
         """The first environment plays the demonstrations, where a hang of a thread ends the run."""
-        env = make_member(member, config)
+        env = make_member(member, limits)
         if not cls._calm and env.has_wrapper_attr("_rates"):
             env.get_wrapper_attr("_rates")["hang"] = 0.0
         cls._calm = True
@@ -147,7 +147,7 @@ class Agent(GSPOAgent):
     def _pool(self) -> Iterator[EnvPool]:
         self.attempts = Attempts()
         ((env_id, env),) = self.environments.envs.items()
-        make = partial(self._make_env, self.environments.members[env_id], self.config)
+        make = partial(self._make_env, self.environments.members[env_id], self.config.rollout)
         pool = Pool(make, env, faults=self.attempts)
         try:
             yield pool

@@ -14,11 +14,12 @@ from typing import Any
 from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import declared_score
-from gspo_env.env.registration import Member, label, make_env, resolve_env
+from gspo_env.env.registration import Member, label, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.rollout.failures import FaultLog, close_quietly
 from gspo_env.rollout.play import try_out
-from gspo_env.rollout.pool import EnvPool, EnvPools
+from gspo_env.rollout.pool import EnvPool, EnvPools, make_member
+from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.runtime.threads import in_thread
 from gspo_env.training.split import (
     Split,
@@ -31,20 +32,11 @@ from gspo_env.training.split import (
 from gspo_env.types import ResetInfo, Score, Task
 
 
-def make_member(member: Member, config: Config) -> TextEnvironment:
-    """Makes an environment of a config, in a process of its own if the config says so."""
-    if config.rollout.isolation == "process":
-        from gspo_env.env.isolated import IsolatedEnv
-
-        return IsolatedEnv(member.spec, dict(member.kwargs), config.rollout.episode_timeout)
-    return make_env(member.spec, **member.kwargs)
-
-
 def make_pool(config: Config, faults: FaultLog) -> EnvPools:
     """Makes the environments of a worker."""
     isolated = config.rollout.isolation == "process"
     pools = {
-        m.env_id: EnvPool(partial(make_member, m, config), isolated=isolated, faults=faults)
+        m.env_id: EnvPool(partial(make_member, m, config.rollout), isolated=isolated, faults=faults)
         for m in config.environments
     }
     return EnvPools(pools, faults)
@@ -65,7 +57,10 @@ class Environments:
     """
 
     def __init__(
-        self, config: Config, owner: object, make: Callable[[Member, Config], TextEnvironment]
+        self,
+        config: Config,
+        owner: object,
+        make: Callable[[Member, RolloutConfig], TextEnvironment],
     ) -> None:
         self.config, self._make = config, make
         self.members = {member.env_id: member for member in config.environments}
@@ -79,7 +74,7 @@ class Environments:
         self.envs: dict[str, TextEnvironment] = {}
         """One environment of each kind, whose declarations are read."""
         for env_id, member in self.members.items():
-            self.envs[env_id] = self.guard(make, member, config)
+            self.envs[env_id] = self.guard(make, member, limits)
             self.guard(try_out, env_id, self.envs[env_id], limits.max_retries)
         self._splits: dict[int, Split] = {}
 
@@ -104,7 +99,7 @@ class Environments:
         faults = FaultLog()
         pools = {
             env_id: EnvPool(
-                partial(self._make, member, self.config), self.envs[env_id], faults=faults
+                partial(self._make, member, self.config.rollout), self.envs[env_id], faults=faults
             )
             for env_id, member in self.members.items()
         }

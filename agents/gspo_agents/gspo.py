@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from gspo_agents.environments import Environments, make_member
+from gspo_agents.environments import Environments
 from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
 from gspo_agents.setup import (
     Start,
-    check_engine_setting,
     check_learning,
     decide_mode,
     imitate,
@@ -30,15 +29,16 @@ from gspo_agents.setup import (
     start_engine,
 )
 from gspo_env.chat.tokenizer import ChatTokenizer
-from gspo_env.config import Config, check_estimator, from_dict, override, to_toml, with_score
+from gspo_env.config import Config, from_dict, override, to_toml, with_score
 from gspo_env.engines import Completion, Engine, Sampling, check_completion
 from gspo_env.env.registration import env_setting, hide_progress_bars
 from gspo_env.errors import ConfigError
 from gspo_env.files import MODEL, SETTINGS
-from gspo_env.health.findings import Finding, refuse
+from gspo_env.health.findings import Finding
 from gspo_env.health.startup import (
     check_changed_files,
     check_config,
+    check_player,
     check_settings,
     check_start,
 )
@@ -53,6 +53,7 @@ from gspo_env.model.load import (
 from gspo_env.model.threads import is_small, use_threads
 from gspo_env.redaction import write_text
 from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.pool import make_member
 from gspo_env.runs.run import History
 from gspo_env.seeding import derive_seed, seed_generators
 from gspo_env.tracking.console import Progress
@@ -62,10 +63,11 @@ from gspo_env.training.interrupt import stop_on_signals
 from gspo_env.training.loop import Loop, evaluate
 from gspo_env.training.split import Split
 from gspo_env.trust import needs_flags, record
-from gspo_env.types import Episode, Group, Prompt, Role, Task
+from gspo_env.types import Group, Prompt, Role, Task
 
 if TYPE_CHECKING:
     from gspo_env.distributed.ranks import Ranks
+    from gspo_env.episodes.schema import EpisodeRecord
     from gspo_env.training.resume import Resumed
 
 logger = logging.getLogger(__name__)
@@ -101,14 +103,14 @@ class GSPOAgent:
             raise ConfigError(f"config is {config!r:.100}; expected a gspo_env.Config")
         if env:
             self.config = replace(self.config, env=env_setting(env))
-        check_estimator(self.config)
-        check_engine_setting(self.config, ranks)
-        getattr(self.config.engine, "require", lambda: None)()
+        self._ranks = ranks
+        check_player(self.config, ranks=ranks is not None)
         self.environments = Environments(self.config, self, self._make_env)
         self.env_id = self.environments.env_id
         declared = self.environments.scores
         if len(declared) == 1:  # of several, each has its own
             self.config = with_score(self.config, declared[self.env_id])
+        self._findings: list[Finding] | None = None
         self._start: Start | None = None
         self._undemonstrated: list[str] = []
         dtype = self.config.model_dtype
@@ -118,10 +120,8 @@ class GSPOAgent:
             self.model, self.tokenizer = load_model(model or self.config.model, dtype)
             dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
         else:
+            self._check()  # before the demonstrations
             envs = self.environments.envs
-            check_config(self.config)  # before the demonstrations
-            for finding in self.environments.guard(list, check_settings(self.config, envs)):
-                refuse(finding, strict=self.config.strict)
             self._start = self.environments.guard(make_start, self.config, envs)
             self.model, self.tokenizer = self._start.model, self._start.tokenizer
             self._undemonstrated = self._start.undemonstrated
@@ -144,8 +144,7 @@ class GSPOAgent:
             end_ids=match_tokenizer(self.model, self.tokenizer),
         )
         self.folder: Path | None = None
-        self._ranks = ranks
-        self._trained, self._skipped_demonstrations = False, 0
+        self._trained, self._skipped_demonstrations, self._step = False, 0, 0
         self._source = (model or self.config.model) if isinstance(model, str) else ""
         self._imitates = bool(self._source) and getattr(self.config.recipe, "demonstrates", False)
         self._resumed: Resumed | None = None
@@ -170,9 +169,10 @@ class GSPOAgent:
         seed_generators(derive_seed(config.seed, "generators"))
         findings: list[Finding] = []
         if resumed is None:
+            findings += self._check()
             self._gather()
             check = partial(check_start, undemonstrated=self._undemonstrated)
-            findings = self.environments.guard(check, config, self.environments.envs, self.chat)
+            findings += self.environments.guard(check, config, self.environments.envs, self.chat)
             if self._ranks is None and not is_small(self.model):
                 from gspo_agents.preflight import check as preflight
 
@@ -212,6 +212,14 @@ class GSPOAgent:
             reporter.end(history, self.split(), self._skipped_demonstrations)
         return history
 
+    def _check(self) -> list[Finding]:
+        """Checks the settings of a training and its environments, once."""
+        if self._findings is None:
+            envs = self.environments.envs
+            check_config(self.config, ranks=self._ranks is not None)
+            self._findings = self.environments.guard(check_settings, self.config, envs)
+        return self._findings
+
     def _learn(
         self,
         writer: CheckpointWriter,
@@ -242,6 +250,7 @@ class GSPOAgent:
                 reporter.resume(loop.history, loop.scores.only)
             writer.interrupt.graceful = True
             history = self._loop.run(loop.train())
+            self._step = loop.step
             self.config = reporter.config
             # before the environments close, which may raise
             reporter.save(history, self.env_id, self._write_run)
@@ -357,8 +366,8 @@ class GSPOAgent:
             self._engine.close()
             self._engine = None
 
-    def play(self, task: Task | int = 0, temperature: float = 0.0) -> Episode:
-        """Plays one episode of the agent's environment.
+    def play(self, task: Task | int = 0, temperature: float = 0.0) -> EpisodeRecord:
+        """Plays one episode of the agent's environment; `evaluate([task])` has its internals.
 
         Args:
             task: The task, or only its seed, in the first environment if there are several.
@@ -375,7 +384,9 @@ class GSPOAgent:
                     [task], seed=self.config.seed, group_size=1, temperature=temperature
                 )
             )
-        return group.episodes[0]
+        from gspo_env.episodes.writer import to_record
+
+        return to_record(group.episodes[0], "eval" if temperature else "greedy", self._step)
 
     def act(self, observation: str, *, prompt: Prompt | None = None, role: Role = "user") -> str:
         """Returns one greedy action in a conversation; each thread has its own.
@@ -457,13 +468,14 @@ class GSPOAgent:
 
         saved = read_saved(path)
         env = env if isinstance(env, str) else tuple(env)
-        folder = find_weights(path, step, best=best).folder
+        weights = find_weights(path, step, best=best)
+        folder = weights.folder
         if saved is None:
             return cls(folder, env, override(Config(model=folder), changes))
         tree = saved.settings(changes, env=env, playing=True)
         changes.pop("env_kwargs", None)  # they are in the tree
         agent = cls(folder, "", override(from_dict(tree), changes))
-        agent._trained = not env or env == saved.env
+        agent._trained, agent._step = not env or env == saved.env, weights.step or 0
         return agent
 
     def save_start(self, path: Path, progress: Progress) -> None:

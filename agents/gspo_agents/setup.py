@@ -23,7 +23,6 @@ from gspo_env.registry import BUILTIN, load_function, name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPools
 from gspo_env.tracking.console import Progress
-from gspo_env.tracking.multi import check_trackers
 from gspo_env.types import Episode
 
 if TYPE_CHECKING:
@@ -98,44 +97,12 @@ def imitate(
     warm_up(model, samples, recipe, config.seed, show, config.learner)
 
 
-def check_engine_setting(config: Config, ranks: Ranks | None = None) -> None:
-    """Checks that the engine of a config can play for its ranks and its workers.
-
-    Raises:
-        ConfigError: It cannot, or the workers do not reach its servers.
-        MissingExtraError: Ray is not installed.
-    """
-    limits, name = config.rollout, name_of("engine", config.engine)
-    if ranks is not None and name == "vllm":
-        raise ConfigError(
-            f"the engine is {name!r} and several ranks train: vLLM in the process of a rank takes "
-            "the others for its own; expected --engine vllm-server or transformers"
-        )
-    if not limits.ray_workers:
-        return
-    addresses = getattr(config.engine, "addresses", None)
-    if addresses is None:
-        raise ConfigError(
-            f"workers is {limits.workers!r} and the engine is {name!r}; expected --engine "
-            "vllm-server, on whose servers the workers sample"
-        )
-    if limits.ray_address and not addresses:
-        raise ConfigError(
-            f"ray_address is {limits.ray_address!r} and the engine has no addresses; expected "
-            "--addresses of servers that all machines reach: those that a run starts listen on "
-            "this machine only"
-        )
-    from gspo_env.distributed.ray import require_ray
-
-    require_ray()
-
-
 def check_learning(model: Any, config: Config, chat: ChatTokenizer) -> None:
     """Tries what only training needs before a folder is made.
 
     Raises:
         ConfigError: A plug-in does not go with other settings, the estimator's teacher has another
-            tokenizer, a tracker's address does not answer, the optimiser cannot be made, or the
+            tokenizer, the optimiser cannot be made, or the
             engine cannot play ahead.
         MissingExtraError: The optimiser needs a package that is not installed.
         ModelError: The model cannot have the adapter.
@@ -143,7 +110,6 @@ def check_learning(model: Any, config: Config, chat: ChatTokenizer) -> None:
     config.compaction.check(config, chat)
     config.branching.check(config, chat)
     config.advantage.check(chat)
-    check_trackers(config.tracker)
     if config.supply.max_staleness and name_of("engine", config.engine) not in BUILTIN["engine"]:
         start_engine(model, config, ahead=True).close()
     settings = config.learner

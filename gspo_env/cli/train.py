@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class Train(Run):
 
     def _train(self, ranks: Any = None) -> None:
         from gspo_env.env.registration import load_agent, resolve_env
-        from gspo_env.health.startup import check_config
+        from gspo_env.health.startup import asks_environments, check_comparison, check_config
 
         config = self.resolved
         if not self.resume:
@@ -52,8 +53,10 @@ class Train(Run):
                 resolve_env(member.spec)
             if config.model:
                 _name_model(config.model)
-            if ranks is None:  # which may have begun the run before they were restarted
-                check_config(config)
+        if ranks is None:  # which may have begun the run before they were restarted
+            check_config(replace(config, output="") if self.resume else config)
+            if not self.resume and asks_environments(config):
+                check_comparison([config])
         print(f"gspo-env {__version__}: loading PyTorch and transformers", flush=True)
         kind = load_agent("gspo")
         together, run = {}, self.resume

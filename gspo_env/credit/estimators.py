@@ -78,6 +78,9 @@ class Estimator:
         `gspo_env.chat.ChatTokenizer`.
         """
 
+    def check_episode(self, env: Any, episode: Episode) -> None:
+        """Rejects an environment, by an episode of it that is played before the run begins."""
+
     def bind(self, learner: Any, collector: Any) -> Estimator:
         """Returns the estimator of a run, with what it needs of it, such as a teacher.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import re
 import secrets
@@ -23,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_env.errors import MissingExtraError, RolloutError
+from gspo_env.errors import RolloutError
 from gspo_env.runtime.processes import Guard, PrivateFolder, spawn
 
 if TYPE_CHECKING:
@@ -45,18 +44,6 @@ _CALLS = 4096
 """Calls that an actor may have at the same time; `rollout.concurrency` limits its episodes."""
 _HEAD = "address"
 """The file in which the head of a local cluster writes its address."""
-
-
-def require_ray() -> None:
-    """Checks that Ray is installed.
-
-    Raises:
-        MissingExtraError: It is not.
-    """
-    if importlib.util.find_spec("ray") is None:
-        raise MissingExtraError(
-            "the workers need Ray, which is not installed: pip install 'gspo-env[ray]'"
-        )
 
 
 @contextlib.contextmanager
@@ -81,7 +68,7 @@ def open_workers(
     from gspo_env.distributed.pool import WorkerCollector, WorkerPool
     from gspo_env.distributed.worker import WorkerSetup
 
-    require_ray()
+    limits.require()
     with contextlib.ExitStack() as stack:
         cluster = None
         if not limits.ray_address:

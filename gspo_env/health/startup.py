@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.config import Config, check_estimator
-from gspo_env.credit.estimators import GroupEstimator
+from gspo_env.credit.estimators import Estimator, GroupEstimator
+from gspo_env.credit.scores import ScoreChoice
 from gspo_env.env.base import TextEnvironment, attribute
-from gspo_env.env.registration import make_env
+from gspo_env.env.registration import label
+from gspo_env.errors import ConfigError, figure
 from gspo_env.files import check_output
 from gspo_env.health.findings import Finding, refuse
 from gspo_env.health.rules import IMITATE, find_in_first_steps
 from gspo_env.registry import name_of
+from gspo_env.rollout.collector import RolloutPlugin
 from gspo_env.rollout.failures import close_quietly
 from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, look, play_now
+from gspo_env.rollout.pool import make_member
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.runs.evaluations import EvalSnapshot, describe_fall
 from gspo_env.runs.run import History
+from gspo_env.runtime.threads import EnvThread
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.tracking.multi import check_trackers
 from gspo_env.trust import changed_files
-from gspo_env.types import Group, Task
+from gspo_env.types import Episode, Group, Task
 
 _EPISODES = 4
 """Episodes that are played to see whether an environment gives token advantages."""
@@ -36,19 +41,53 @@ _NEARLY_ALL = 0.95
 """Share of successes in an evaluation from which their definition is doubtful."""
 
 
-def check_config(config: Config) -> None:
+def check_config(config: Config, *, ranks: bool = False) -> None:
     """Refuses what can never work: in a second, before PyTorch is loaded and a demonstration plays.
+
+    Args:
+        config: The settings of a training.
+        ranks: Whether several ranks train.
 
     Raises:
         ConfigError: Settings contradict each other, or a tracker's address does not answer.
-        MissingExtraError: The engine needs a package that is not installed.
+        MissingExtraError: A package is not installed.
         OutputError: The output folder is not empty or cannot be made.
     """
     if config.output:
         check_output(config.output)
-    check_estimator(config)
-    getattr(config.engine, "require", lambda: None)()
+    check_player(config, ranks=ranks)
+    config.learner.require()
     check_trackers(config.tracker)
+
+
+def check_player(config: Config, *, ranks: bool = False) -> None:
+    """Refuses settings with which no agent can play; see `check_config`.
+
+    Raises:
+        ConfigError: The estimator, the engine, the ranks and the workers do not go together.
+        MissingExtraError: The engine or the workers need a package that is not installed.
+    """
+    check_estimator(config)
+    limits, engine = config.rollout, name_of("engine", config.engine)
+    if ranks and engine == "vllm":
+        raise ConfigError(
+            f"the engine is {engine!r} and several ranks train: vLLM in the process of a rank "
+            "takes the others for its own; expected --engine vllm-server or transformers"
+        )
+    addresses = getattr(config.engine, "addresses", None)
+    if limits.ray_workers and addresses is None:
+        raise ConfigError(
+            f"workers is {limits.workers!r} and the engine is {engine!r}; expected --engine "
+            "vllm-server, on whose servers the workers sample"
+        )
+    if limits.ray_workers and limits.ray_address and not addresses:
+        raise ConfigError(
+            f"ray_address is {limits.ray_address!r} and the engine has no addresses; expected "
+            "--addresses of servers that all machines reach: those that a run starts listen on "
+            "this machine only"
+        )
+    limits.require()
+    getattr(config.engine, "require", lambda: None)()
 
 
 def check_start(
@@ -69,7 +108,7 @@ def check_start(
     Raises:
         TrainingError: Nothing can be learned, or the run is strict and there is a finding.
     """
-    findings = list(check_settings(config, envs))
+    findings: list[Finding] = []
     for env_id, env in envs.items():
         if env_id in undemonstrated:
             findings.append(_no_demonstrations(env_id))
@@ -117,11 +156,32 @@ def check_changed_files(folder: Path, settings: Mapping[str, Any]) -> list[Findi
     return [Finding(name="changed_file", text=text, advice=advice)]
 
 
-def check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Iterator[Finding]:
-    """Yields what is wrong with settings and environments before training.
+def asks_environments(config: Config) -> bool:
+    """Returns whether `check_settings` plays a few episodes, by which settings may be refused."""
+    plugins = (config.advantage, Estimator), (config.compaction, RolloutPlugin)
+    return (
+        (config.rollout.group_size == 1 and isinstance(config.advantage, GroupEstimator))
+        or (config.credit.score == "sum" and config.advantage.uses_score)
+        or any(type(each).check_episode is not base.check_episode for each, base in plugins)
+    )
 
-    A few episodes are played if groups have one episode.
+
+def check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> list[Finding]:
+    """Returns what is wrong with settings and environments before training.
+
+    A few episodes are played if settings need something that not every environment gives.
+
+    Raises:
+        ConfigError: Settings do not go with an environment.
+        TrainingError: Nothing can be learned, or the run is strict and there is a finding.
     """
+    findings = [*_check_settings(config, envs)]
+    for finding in findings:
+        refuse(finding, strict=config.strict)
+    return findings
+
+
+def _check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Iterator[Finding]:
     estimator = name_of("advantage", config.advantage)
     for env_id, env in envs.items():
         if attribute(env, "gives_reward", None) is False:
@@ -142,8 +202,17 @@ def check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Itera
                 hopeless=True,
             )
     size, episodes = config.rollout.group_size, config.rollout.group_size * config.tasks_per_step
+    played = {}
+    if asks_environments(config):
+        played = {env_id: _play(env_id, env, config) for env_id, env in envs.items()}
+    for env_id, shown in played.items():
+        for episode in shown:
+            config.advantage.check_episode(envs[env_id], episode)
+            config.compaction.check_episode(envs[env_id], episode)
+        if config.credit.score == "sum":
+            ScoreChoice(env_id, "sum").see(shown)
     compares = isinstance(config.advantage, GroupEstimator)
-    if size == 1 and compares and not _give_token_advantages(envs, config):
+    if size == 1 and compares and not all(map(_has_token_advantages, played.values())):
         yield Finding(
             name="groups_of_one",
             text=f"rollout.group_size is 1, and the estimator {estimator!r} "
@@ -160,8 +229,8 @@ def check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Itera
         )
 
 
-def _give_token_advantages(envs: Mapping[str, TextEnvironment], config: Config) -> bool:
-    """Plays a few episodes; returns whether every environment gives the advantages of tokens."""
+def _play(env_id: str, env: TextEnvironment, config: Config) -> list[Episode]:
+    """Plays a few episodes; returns those that did not fail."""
 
     def act(now: PolicyInput) -> PolicyOutput:
         try:
@@ -170,13 +239,14 @@ def _give_token_advantages(envs: Mapping[str, TextEnvironment], config: Config) 
             text = "yes"
         return PolicyOutput(text=text, action_ids=(0,) * max(1, len(text.split())))
 
-    def gives(env_id: str, env: TextEnvironment) -> bool:
-        tasks = [Task(env_id=env_id, seed=seed) for seed in range(_EPISODES)]
-        played = [play_now(env, task, act, max_turns=config.rollout.max_turns) for task in tasks]
-        turns = [turn for episode in played for turn in episode.turns]
-        return any(turn.info.token_advantages is not None for turn in turns)
+    tasks = [Task(env_id=env_id, seed=seed) for seed in range(_EPISODES)]
+    played = [play_now(env, task, act, max_turns=config.rollout.max_turns) for task in tasks]
+    return [episode for episode in played if not episode.failed]
 
-    return all(itertools.starmap(gives, envs.items()))
+
+def _has_token_advantages(episodes: Sequence[Episode]) -> bool:
+    turns = [turn for episode in episodes for turn in episode.turns]
+    return any(turn.info.token_advantages is not None for turn in turns)
 
 
 def _no_demonstrations(env_id: str) -> Finding:
@@ -237,7 +307,7 @@ def check_first_evaluation(
         flaws.append("none calls a tool")
     outcomes = {episode.outcome for episode in episodes}
     if flaws and len(outcomes) == 1:
-        flaws.append(f"all have the outcome {outcomes.pop():.3g}")
+        flaws.append(f"all have the outcome {figure(outcomes.pop())}")
     if not flaws:
         return
     *most, last = flaws
@@ -264,7 +334,7 @@ def check_success(groups: Sequence[Group], when: str = "before training") -> Fin
         name="success",
         text=f"{rate:.0%} of the episodes count as a success {when}, because no step sets "
         "`success` and any outcome above 0 is one; outcomes go from "
-        f"{min(outcomes):.3g} to {max(outcomes):.3g}.",
+        f"{figure(min(outcomes))} to {figure(max(outcomes))}.",
         advice="Return info['success'] on the last step.",
     )
 
@@ -282,18 +352,21 @@ def find_collapse(evaluations: Sequence[EvalSnapshot]) -> Finding | None:
 
 
 def check_comparison(configs: Sequence[Config]) -> None:
-    """Checks the settings of runs in the same environments.
+    """Checks the settings of runs in the same environments, which are made for it.
 
     Raises:
+        ConfigError: Settings do not go with an environment.
         TrainingError: Nothing can be learned, or a run is strict and there is a finding.
     """
     envs: dict[str, TextEnvironment] = {}
+    limits, thread = configs[0].rollout, EnvThread()
+    guard = partial(thread.guard, label(configs[0].env), limits.episode_timeout)
     try:
         for member in configs[0].environments:
-            envs[member.env_id] = make_env(member.spec, **member.kwargs)
+            envs[member.env_id] = guard(make_member, member, limits)
         for config in configs:
-            for finding in check_settings(config, envs):
-                refuse(finding, strict=config.strict)
+            guard(check_settings, config, envs)
     finally:
         for env in envs.values():
-            close_quietly(env)
+            guard(close_quietly, env)
+        thread.stop()

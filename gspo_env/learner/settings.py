@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from annotated_types import Ge, Gt
 
-from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.registry import load_function
+from gspo_env.errors import ConfigError
+from gspo_env.registry import load_function, require
 from gspo_env.settings import settings
 
 if TYPE_CHECKING:
@@ -76,6 +76,18 @@ class LearnerConfig:
                 "as q_proj,v_proj"
             )
 
+    def require(self) -> None:
+        """Checks that the optimiser can be imported.
+
+        Raises:
+            ConfigError: The user's function is not found.
+            MissingExtraError: bitsandbytes is not installed.
+        """
+        if ":" in self.optimizer:
+            load_function(self.optimizer, "optimizer")
+        elif self.optimizer != "adamw":
+            require("bitsandbytes", f"optimizer {self.optimizer!r}", "bitsandbytes")
+
 
 def rate_factor(step: int, config: LearnerConfig, total_steps: int) -> float:
     """Returns the share of the learning rate at an optimiser step, counted from 0.
@@ -124,6 +136,7 @@ def make_optimizer(
     """
     import torch
 
+    config.require()
     name, weights = config.optimizer, list(named.values())
     settings: Any = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     groups: Any = weights
@@ -137,12 +150,8 @@ def make_optimizer(
     if name == "adamw":
         return torch.optim.AdamW(groups, fused=True, **settings)
     if ":" not in name:
-        try:
-            from bitsandbytes import optim
-        except ImportError as error:
-            raise MissingExtraError(
-                f"optimizer is {name!r} and bitsandbytes is not installed: pip install bitsandbytes"
-            ) from error
+        from bitsandbytes import optim
+
         kind = optim.AdamW8bit if name == "adamw_8bit" else optim.PagedAdamW8bit
         return kind(groups, **settings)  # type: ignore[no-any-return]
     optimizer = load_function(name, "optimizer")(weights, **settings)

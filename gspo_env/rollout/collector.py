@@ -12,6 +12,7 @@ from typing import Any
 
 from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.engines.base import Engine, NamedTensors
+from gspo_env.env.base import TextEnvironment
 from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.rollout.failures import refuse_failures
 from gspo_env.rollout.policy import EnginePolicy
@@ -305,6 +306,9 @@ class RolloutPlugin:
 
     def check(self, config: Any, chat: ChatTokenizer) -> None:
         """Rejects settings of a run that do not go with it, before the run begins."""
+
+    def check_episode(self, env: TextEnvironment, episode: Episode) -> None:
+        """Rejects an environment, by an episode of it that is played before the run begins."""
 
     def wrap(self, collector: Collector) -> Collector:
         """Returns what plays the episodes: with `branching` those of training only."""

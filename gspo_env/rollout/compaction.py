@@ -18,6 +18,7 @@ import numpy as np
 from annotated_types import Ge
 
 from gspo_env.chat.tokenizer import ChatTokenizer
+from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.errors import ConfigError, PromptLengthError
 from gspo_env.rollout.collector import Collector, RolloutPlugin
 from gspo_env.rollout.play import PolicyInput, PolicyOutput
@@ -56,6 +57,23 @@ class Summary(RolloutPlugin):
     def check(self, config: Any, chat: ChatTokenizer) -> None:
         """Checks the other settings of a run before it begins; see `wrap`."""
         self._reserve(config.rollout, chat)
+
+    def check_episode(self, env: TextEnvironment, episode: Episode) -> None:
+        """See `RolloutPlugin.check_episode`.
+
+        Raises:
+            ConfigError: The environment sends whole conversations, which it compacts itself.
+        """
+        edits = any(turn.info.messages is not None for turn in episode.turns[:-1])
+        if edits or attribute(env, "takes_cut_actions", False):
+            raise self.refusal(episode.task.env_id)
+
+    def refusal(self, env: object) -> ConfigError:
+        """Returns the error about an environment that sends whole conversations."""
+        return ConfigError(
+            f"compaction is {type(self).__name__!r} and {env} sends its own conversations, which "
+            "it compacts itself; expected compaction 'none'"
+        )
 
     def wrap(self, collector: Collector) -> Collector:
         """Returns a collector of compacted episodes.
@@ -150,10 +168,7 @@ class CompactingPolicy(EnginePolicy):
         is_new = inputs.turn == self.follows
         is_custom = isinstance(inputs.info, StepInfo) and inputs.info.messages is not None
         if inputs.takes_cuts or (is_custom and not is_new):
-            raise ConfigError(
-                f"compaction is {type(self.compaction).__name__!r} and {inputs.env} sends its own "
-                "conversations, which it compacts itself; expected compaction 'none'"
-            )
+            raise self.compaction.refusal(inputs.env)
         if self.answers_itself(inputs):
             return await self._summarize(inputs)
         output = await super().__call__(inputs)

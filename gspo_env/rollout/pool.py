@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from gspo_env.env.base import TextEnvironment, attribute, overrides
+from gspo_env.env.registration import Member, make_env
 from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.rollout.failures import (
     EnvironmentFailed,
@@ -25,6 +26,7 @@ from gspo_env.rollout.failures import (
     lost,
 )
 from gspo_env.rollout.play import Policy, play, run_now
+from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.runtime.loops import call_for, has_async, run_in_daemon
 from gspo_env.runtime.threads import EnvThread, call_env
 from gspo_env.types import LARGEST_REWARD, Episode, Fault, Group, StopReason, Task
@@ -33,6 +35,15 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE = 1.0
 """Seconds that the event loop waits for a call of an environment with `limits_steps`."""
+
+
+def make_member(member: Member, limits: RolloutConfig) -> TextEnvironment:
+    """Makes an environment of a run, in a process of its own if the settings say so."""
+    if limits.isolation == "process":
+        from gspo_env.env.isolated import IsolatedEnv
+
+        return IsolatedEnv(member.spec, dict(member.kwargs), limits.episode_timeout)
+    return make_env(member.spec, **member.kwargs)
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Interval
 
 from gspo_env.errors import ConfigError, PromptLengthError
+from gspo_env.registry import require
 from gspo_env.settings import settings
 
 
@@ -50,6 +51,15 @@ class RolloutConfig:
         """Number of Ray actors; 0 plays in this process."""
         match = re.fullmatch(r"ray:([1-9]\d{0,3})", self.workers)
         return int(match[1]) if match else 0
+
+    def require(self) -> None:
+        """Checks that Ray is installed if workers need it.
+
+        Raises:
+            MissingExtraError: It is not.
+        """
+        if self.ray_workers:
+            require("ray", f"rollout.workers {self.workers!r}", "'gspo-env[ray]'")
 
     def answer_tokens(self, prompt: int, requested: int | None, *, fills: bool) -> int:
         """Returns the most tokens of an answer.

@@ -9,13 +9,11 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from gspo_env.errors import MissingExtraError
 from gspo_env.redaction import visible
 from gspo_env.settings import settings
 
@@ -188,7 +186,11 @@ class Tracker:
 
 
 class TrackerChoice(Protocol):
-    """The settings of a tracker: a frozen dataclass that `gspo_env.registry` finds by name."""
+    """The settings of a tracker: a frozen dataclass that `gspo_env.registry` finds by name.
+
+    It may have `package`, which must be installed (the extra has the same name), and a method
+    `check`, which opens its store before anything is written or trained.
+    """
 
     def start(self, run: RunInfo) -> Tracker:
         """Begins or resumes a run; an error ends it before it trains."""
@@ -226,19 +228,3 @@ def _leaves(value: Any, name: str, mappings: bool) -> Iterator[tuple[str, Any]]:
             yield from _leaves(child, f"{name}.{key}" if name else str(key), mappings)
     else:
         yield name, value.value if isinstance(value, Enum) else value
-
-
-@contextmanager
-def needs(extra: str) -> Iterator[None]:
-    """Turns a failed import into an error that names the install command.
-
-    Raises:
-        MissingExtraError: The package of the extra cannot be imported.
-    """
-    try:
-        yield
-    except ImportError as error:
-        raise MissingExtraError(
-            f"the tracker {extra} needs a package that cannot be imported ({error}): "
-            f"pip install 'gspo-env[{extra}]'"
-        ) from error

@@ -15,11 +15,13 @@ import os
 import re
 import shlex
 import shutil
+import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies
 
 from annotated_types import Ge
 
@@ -69,6 +71,7 @@ _REFUSALS = {"BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURC
 """MLflow's errors that a repetition does not change."""
 _GONE = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
 """MLflow's errors for a run that does not exist, or was deleted."""
+_PORTS = {"http": 80, "https": 443}
 OPENING = 60.0
 """Seconds that opening a store may take; a new database takes a few."""
 
@@ -123,6 +126,10 @@ class MLflow:
             return  # `start` makes ./mlflow.db, once nothing else can fail
 
         def look() -> None:
+            server = urlsplit(self.address)
+            if server.scheme in _PORTS and not getproxies():  # before the import, which takes time
+                where = (server.hostname or "", server.port or _PORTS[server.scheme])
+                socket.create_connection(where, OPENING).close()
             client = _open_client(self)
             _find_experiment(client, self.experiment)
             if run_id := os.environ.get("MLFLOW_RUN_ID", ""):

@@ -15,7 +15,7 @@ from typing import Any, Self
 from gspo_env.errors import ConfigError
 from gspo_env.files import METRICS
 from gspo_env.redaction import redact, redact_text
-from gspo_env.registry import find, name_of
+from gspo_env.registry import find, name_of, require
 from gspo_env.tracking.base import Input, NoTracker, RunInfo, Status, Trace, TrackerChoice, flatten
 from gspo_env.tracking.jsonl import RunFiles
 from gspo_env.tracking.sinks import Sink
@@ -67,6 +67,7 @@ class MultiTracker:
         for name, choice in self._tracked.items():
             run = replace(self._files.run, id=self._files.received(name).id)
             try:
+                _require(choice)
                 self._sinks[name] = Sink(name, choice.start(run), run, self._files)
             except BaseException:
                 self.finish("FAILED")
@@ -234,13 +235,20 @@ def start(choice: TrackerChoice, run: RunInfo) -> MultiTracker:
     return MultiTracker(parts(choice), run)
 
 
+def _require(choice: TrackerChoice) -> None:
+    if package := getattr(choice, "package", ""):
+        require(package, f"the tracker {package!r}", f"'gspo-env[{package}]'")
+
+
 def check_trackers(choice: TrackerChoice) -> None:
     """Opens the store of each tracker that has one, before anything is written or trained.
 
     Raises:
         ConfigError: It cannot be opened.
+        MissingExtraError: A tracker's package is not installed.
     """
     for part in parts(choice).values():
+        _require(part)
         getattr(part, "check", lambda: None)()
 
 

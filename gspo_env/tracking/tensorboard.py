@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from gspo_env.settings import settings
-from gspo_env.tracking.base import RunInfo, Status, Tracker, needs
+from gspo_env.tracking.base import RunInfo, Status, Tracker
 
 
 @settings
@@ -17,6 +17,8 @@ class TensorBoard:
 
     log_dir: str = ""
     """Folder of the event files, one folder a run; empty writes them beside the run's results."""
+
+    package: ClassVar[str] = "tensorboard"
 
     def start(self, run: RunInfo) -> TensorBoardTracker:
         """Opens the event file and writes the settings into it."""
@@ -34,8 +36,8 @@ class TensorBoardTracker(Tracker):
     """One event file. Pictures and texts are shown; other files stay where the run wrote them."""
 
     def __init__(self, folder: Path, repeats: int | None = None) -> None:
-        with needs("tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter
+
         self.writer: Any = SummaryWriter(str(folder), purge_step=repeats)
         self.how_to_look = f"tensorboard --logdir {shlex.quote(str(folder))}"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from gspo_env.settings import settings
-from gspo_env.tracking.base import RunInfo, Status, Tracker, needs
+from gspo_env.tracking.base import RunInfo, Status, Tracker
 
 
 @settings
@@ -20,10 +20,12 @@ class Trackio:
     space_id: str = ""
     """The Space that shows it; empty is `TRACKIO_SPACE_ID`, else local files (`TRACKIO_DIR`)."""
 
+    package: ClassVar[str] = "trackio"
+
     def start(self, run: RunInfo) -> TrackioTracker:
         """Starts the run; a comparison's runs form a group."""
-        with needs("trackio"):
-            import trackio
+        import trackio
+
         resume = "never" if run.resume is None else "allow"
         where = (self.project, run.unique_name, run.group, self.space_id or None)
         began = trackio.init(*where, config={**run.tags, **run.params}, resume=resume)

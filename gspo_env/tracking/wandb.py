@@ -6,11 +6,11 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from gspo_env.files import plain_path
 from gspo_env.settings import settings
-from gspo_env.tracking.base import RunInfo, Status, Tracker, needs
+from gspo_env.tracking.base import RunInfo, Status, Tracker
 
 
 @settings
@@ -22,10 +22,12 @@ class WandB:
     mode: Literal["online", "offline"] = "online"
     """`offline` writes to the run's folder only; `wandb sync` uploads it later."""
 
+    package: ClassVar[str] = "wandb"
+
     def start(self, run: RunInfo) -> WandBTracker:
         """Starts the run; a comparison's runs form a group."""
-        with needs("wandb"):
-            import wandb
+        import wandb
+
         who = {**asdict(self), "name": run.name, "group": run.group, "dir": run.folder}
         how = {"config": {**run.tags, **run.params}, "reinit": "create_new"}
         if run.id:

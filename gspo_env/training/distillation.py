@@ -98,6 +98,29 @@ class Distillation(Estimator):
                 "model with the same token ids"
             )
 
+    def check_episode(self, env: Any, episode: Episode) -> None:
+        """Checks that the environment gives the hint; see `Estimator.check_episode`.
+
+        Raises:
+            TrainingError: It gives none.
+        """
+        if self.hint:
+            self.hint_of(episode)
+
+    def hint_of(self, episode: Episode) -> str:
+        """Returns the text that the teacher reads.
+
+        Raises:
+            TrainingError: The episode has none.
+        """
+        text = episode.reset.extra.get(self.hint)
+        if not isinstance(text, str):
+            raise TrainingError(
+                f"info[{self.hint!r}] of reset is {text!r} in {episode.task.env_id}; expected the "
+                "text of advantage.hint"
+            )
+        return text
+
     def _tokenizer(self) -> Any:
         from gspo_env.model.load import load_tokenizer
 
@@ -184,12 +207,7 @@ class BoundDistillation(Estimator):
 
     def _with_hint(self, episode: Episode) -> Episode:
         """Returns an episode with the hint in its system prompt, in each of its sequences."""
-        text, prompt = episode.reset.extra.get(self.settings.hint), episode.prompt
-        if not isinstance(text, str):
-            raise TrainingError(
-                f"info[{self.settings.hint!r}] of reset is {text!r} in {episode.task.env_id}; "
-                "expected the text of advantage.hint"
-            )
+        text, prompt = self.settings.hint_of(episode), episode.prompt
         system = f"{prompt.system}\n\n{text}" if prompt.system else text
         turns, observation = list(episode.turns), episode.turns[0].observation
         old = np.array(turns[0].prompt_ids)

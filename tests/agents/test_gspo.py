@@ -16,6 +16,7 @@ from gspo_env.cli.main import main
 from gspo_env.config import Config
 from gspo_env.env.info import read_prompt
 from gspo_env.env.registration import make_env
+from gspo_env.episodes import read_episodes, render_episode
 from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.model import add_adapter
 from gspo_env.model.load import has_adapter
@@ -158,10 +159,10 @@ def test_act_answers_as_an_episode_of_the_same_task_does():
     assert episode.turns
     env = make_env(agent.env_id)
     observation, _ = env.reset(seed=5)
-    prompt, role = read_prompt(env), "user"
+    prompt = read_prompt(env)
     for turn in episode.turns:
-        assert agent.act(observation, prompt=prompt, role=role) == turn.text
-        prompt, observation, role = None, env.step(turn.text)[0], turn.info.observation_role
+        assert agent.act(observation, prompt=prompt, role=turn.role) == turn.text
+        prompt, observation = None, env.step(turn.text)[0]
 
 
 def use(agent):
@@ -169,7 +170,8 @@ def use(agent):
     history = agent.train()
     episode = agent.play(7)
     (group,) = agent.evaluate(1, samples=2)
-    acted = agent.act(episode.turns[0].observation, prompt=episode.prompt)
+    first = group.episodes[0]
+    acted = agent.act(first.turns[0].observation, prompt=first.prompt)
     agent.close()
     texts = [turn.text for e in (episode, *group.episodes) for turn in e.turns]
     return timeless([*history, (0, agent.metrics())]), texts, acted
@@ -199,11 +201,24 @@ class Yes(Small):
 """
 
 
+def check_played(agent, folder):
+    """Checks that what `play` returns is what the run keeps of such an episode."""
+    kept = read_episodes(folder, phases="greedy")[0]
+    played = agent.play(kept.seed)
+    assert type(played) is type(kept)
+    assert (played.phase, played.step, played.seed) == ("greedy", 1, kept.seed)
+    assert {turn.weights_version for turn in played.turns} == {1}
+    assert played.total_reward == sum(turn.reward for turn in played.turns)
+    assert render_episode(played).startswith(f"== custom/Yes-v0, seed {kept.seed} ==")
+
+
 def test_the_environment_of_a_run_may_be_a_class_that_a_file_has_later(tmp_path, capsys):
     names = {"__name__": "__main__"}
     exec(YES, names)
     agent = GSPOAgent(env=names["Yes"], config=tiny(steps=1))
     assert [step for step, _ in agent.train()] == [0, 1, 1]
+    check_played(agent, agent.folder)
+    check_played(GSPOAgent.load(agent.folder, names["Yes"]), agent.folder)
     assert isinstance(next(iter(agent.environments.envs.values())).unwrapped, names["Yes"])
     with pytest.raises(ConfigError, match=r"of type Yes; expected an id, FILE"):
         GSPOAgent(env=names["Yes"](), config=tiny())

