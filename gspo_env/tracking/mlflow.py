@@ -34,6 +34,7 @@ from gspo_env.tracking.base import SUMMARY, Input, Point, RunInfo, Span, Status,
 from gspo_env.tracking.jsonl import Received
 
 if TYPE_CHECKING:
+    from mlflow.entities import Experiment
     from mlflow.entities import Span as StoredSpan
     from mlflow.tracking import MlflowClient
 
@@ -72,6 +73,8 @@ _REFUSALS = {"BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURC
 _GONE = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
 """MLflow's errors for a run that does not exist, or was deleted."""
 _PORTS = {"http": 80, "https": 443}
+_DELETED = "Current state is deleted"
+"""What MLflow says of a run, or of its experiment, that can be restored."""
 OPENING = 60.0
 """Seconds that opening a store may take; a new database takes a few."""
 
@@ -238,12 +241,12 @@ class MLflowTracker(Tracker):
         """Returns whether a call that raised this error may succeed later.
 
         A full or locked store, a broken server and an expired login may recover; what the store
-        refuses, and a missing file, may not.
+        refuses, and a missing file, may not. A deleted run or experiment can be restored.
         """
         from mlflow.exceptions import MlflowException
 
         if isinstance(error, MlflowException):
-            return error.error_code not in _REFUSALS
+            return error.error_code not in _REFUSALS or _DELETED in str(error)
         status = getattr(getattr(error, "response", None), "status_code", 500)
         files = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
         final = (*files, NotImplementedError, OutputError, TypeError, ValueError, OverflowError)
@@ -298,12 +301,24 @@ def _open_client(settings: MLflow) -> MlflowClient:
 
 
 def _find_experiment(client: MlflowClient, name: str) -> tuple[str, str]:
-    """Returns the name and the id of the experiment; the id is empty if there is none yet."""
+    """Returns the name and the id of the experiment; the id is empty if there is none yet.
+
+    Raises:
+        ConfigError: It was deleted; MLflow keeps its name, and takes no run.
+    """
     name = name.strip() or os.environ.get("MLFLOW_EXPERIMENT_NAME", "")
     if not name and (experiment_id := os.environ.get("MLFLOW_EXPERIMENT_ID", "")):
-        return "", str(client.get_experiment(experiment_id).experiment_id)
-    stored = client.get_experiment_by_name(name or "gspo_env")
-    return name or "gspo_env", str(stored.experiment_id) if stored else ""
+        stored: Experiment | None = client.get_experiment(experiment_id)
+    else:
+        stored = client.get_experiment_by_name(name or "gspo_env")
+    if stored is None:
+        return name or "gspo_env", ""
+    if stored.lifecycle_stage == "deleted":
+        raise ConfigError(
+            f"the experiment {stored.name!r} was deleted; expected `mlflow experiments restore -x "
+            f"{stored.experiment_id}`, or another experiment with --tracker.experiment"
+        )
+    return str(stored.name), str(stored.experiment_id)
 
 
 def _open_run(client: MlflowClient, settings: MLflow, info: RunInfo) -> str:

@@ -254,6 +254,43 @@ def test_an_id_of_the_environment_that_the_store_lacks_is_refused_before_trainin
         begin()
 
 
+@pytest.mark.parametrize("by", ["name", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"])
+def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(begin, monkeypatch, by):
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("thrown away")
+    number = experiment.experiment_id if experiment else client.create_experiment("thrown away")
+    if not experiment:
+        client.delete_experiment(number)
+    if by != "name":
+        monkeypatch.setenv(by, number if by.endswith("ID") else "thrown away")
+    named = MLflow(experiment="thrown away" if by == "name" else "")
+    words = rf"'thrown away' was deleted; .*mlflow experiments restore -x {number}.*experiment"
+    with pytest.raises(ConfigError, match=words):
+        begin(named)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    with pytest.raises(ConfigError, match=words):
+        named.check()
+
+
+def test_an_experiment_that_is_deleted_while_a_run_records_is_named_and_misses_nothing_later(
+    begin, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("gspo_env.tracking.sinks.PATIENCE", 0.5)
+    client = MlflowClient()
+    settings = MLflow(experiment="short-lived")
+    with begin(settings) as tracker:
+        tracker.log({"train/loss": 1.0}, 1)
+        number = recorded(tmp_path).info.experiment_id
+        client.delete_experiment(number)
+        tracker.log({"train/loss": 2.0}, 2)
+    (problem,) = tracker.problems
+    assert "deleted" in problem
+    client.restore_experiment(number)
+    begin(settings, resume=tracker.recorded).finish()
+    history = client.get_metric_history(tracker.ids["mlflow"], "train/loss")
+    assert [(point.step, point.value) for point in history] == [(1, 1.0), (2, 2.0)]
+
+
 def test_a_named_experiment_makes_the_id_of_the_environment_irrelevant(folder, monkeypatch):
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "77")
     MLflow(experiment="named").check()
