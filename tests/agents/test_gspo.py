@@ -218,7 +218,7 @@ def test_the_environment_of_a_run_may_be_a_class_that_a_file_has_later(tmp_path,
     agent = GSPOAgent(env=names["Yes"], config=tiny(steps=1))
     assert [step for step, _ in agent.train()] == [0, 1, 1]
     check_played(agent, agent.folder)
-    check_played(GSPOAgent.load(agent.folder, names["Yes"]), agent.folder)
+    check_played(GSPOAgent.load(agent.folder), agent.folder)
     assert isinstance(next(iter(agent.environments.envs.values())).unwrapped, names["Yes"])
     with pytest.raises(ConfigError, match=r"of type Yes; expected an id, FILE"):
         GSPOAgent(env=names["Yes"](), config=tiny())
