@@ -104,7 +104,7 @@ ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1", "--pilot"]
         ("train --advantage outcome --gamma 0.9", "which takes scale, ddof, base"),
         ("train --advantage outcome --score sum", "'sum', which the estimator 'outc"),
         ("train --advantage turn_plus_outcome --score turns", "does not use"),
-        ("train --help los", "there is no section 'los'; expected one of: checkpoints, e"),
+        ("train --help los", "there is no section 'los'; expected one of: all, check"),
         ("train --beta=0.1", "it is called loss.kl_coef"),
         ("train --lora-dropout 0.1", "no setting 'lora_dropout': dropout is off, because"),
         ("play gspo/Nope-v0", "Nope-v0"),
