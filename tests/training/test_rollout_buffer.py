@@ -28,7 +28,7 @@ class Scripted:
         self.playing, self.counter = 0, None
         self.idle = lambda: math.inf
 
-    async def play(self, job, gate):
+    async def play_group(self, job, gate):
         number = len(self.jobs)
         self.jobs.append(job)
         self.playing += 1
