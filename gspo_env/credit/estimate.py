@@ -16,7 +16,7 @@ from annotated_types import Ge
 
 from gspo_env.credit.estimators import Estimator
 from gspo_env.credit.scores import auto_score
-from gspo_env.credit.statistics import MIN_SCALE, fallbacks, usable
+from gspo_env.credit.statistics import MIN_SCALE, all_zero, fallbacks, usable
 from gspo_env.errors import ConfigError
 from gspo_env.registry import name_of
 from gspo_env.settings import settings
@@ -119,7 +119,7 @@ def _is_flat(group: Group, row: Sequence[FloatArray]) -> bool:
     turns = [turn for episode in group.episodes for turn in episode.turns]
     if any(turn.info.token_advantages for turn in turns):
         return False
-    return all(np.abs(values).max(initial=0) < MIN_SCALE for values in row)
+    return all_zero(row)
 
 
 def _may_stop_paid(group: Group) -> bool:

@@ -19,9 +19,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from annotated_types import Interval
 
-from gspo_env.credit.scores import turn_rewards
+from gspo_env.credit.scores import rewards_differ, turn_rewards
 from gspo_env.credit.statistics import (
     MIN_SCALE,
+    all_zero,
     discounted,
     divided,
     std_of,
@@ -42,8 +43,6 @@ class Estimator:
 
     uses_score: ClassVar[bool] = True
     """Whether it reads `Group.score`; if not, the setting `credit.score` is refused."""
-    compares: ClassVar[Score] = "sum"
-    """The rewards that it compares where it does not use the score."""
     needs_rewards: ClassVar[bool] = True
     """Whether a group whose rewards are all the same teaches it nothing."""
     compares_turns: ClassVar[bool] = False
@@ -62,6 +61,14 @@ class Estimator:
                 token.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method 'advantages'")
+
+    def teaches(self, group: Group) -> bool:
+        """Returns whether a group can be learned from, by its rewards; see `max_resamples`.
+
+        By default it can if no rewards are needed, or if those of two episodes differ.
+        """
+        score: Score = group.score if self.uses_score else "sum"
+        return not self.needs_rewards or rewards_differ(group, score)
 
     def batch_divisor(self, advantages: FloatArray) -> float:
         """Returns what the advantages of a batch are divided by; infinity makes them all 0.
@@ -116,6 +123,10 @@ class GroupEstimator(Estimator):
                 rows[i] = row / divisor
         return rows
 
+    def teaches(self, group: Group) -> bool:
+        """See `Estimator.teaches`: it can if an advantage is not zero."""
+        return not all_zero(self.advantages(group))
+
     def batch_divisor(self, advantages: FloatArray) -> float:
         """See `Estimator.batch_divisor`."""
         if self.scale != "batch":
@@ -146,7 +157,6 @@ class Outcome(GroupEstimator):
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What is subtracted from an episode's outcome."""
     uses_score: ClassVar[bool] = False
-    compares: ClassVar[Score] = "outcome"
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
         """See `GroupEstimator.compare`."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_env.credit.statistics import MIN_SCALE, discounted, turn_baselines, usable
+from gspo_env.credit.statistics import MIN_SCALE, usable
 from gspo_env.errors import ConfigError, figure
 from gspo_env.types import Episode, FloatArray, Group, Score
+
+if TYPE_CHECKING:
+    from gspo_env.credit.estimators import Estimator
 
 logger = logging.getLogger(__name__)
 
@@ -52,19 +55,17 @@ def auto_score(groups: Sequence[Group]) -> Score:
     return "outcome" if has_outcomes and not has_rewards else "turns"
 
 
-def returns_differ(group: Group, score: Score) -> bool:
-    """Returns whether an episode's return from some turn on differs from the others'.
+def rewards_differ(group: Group, score: Score) -> bool:
+    """Returns whether the rewards of an episode differ from the others' at some turn.
 
     Example:
-        Rewards [0, 1] and [1]: both have the return 1 from every turn on, so they don't differ.
+        Rewards [0, 1] and [1] differ, [0, 1] and [0, 1, 0] don't.
     """
     rewards = [turn_rewards(group.episodes[i], score) for i in usable(group)]
-    if len(rewards) < 2:
-        return False
-    returns = [discounted(rewards_K, 1.0) for rewards_K in rewards]
-    baselines, _ = turn_baselines(returns)
-    differences = np.concatenate(returns) - np.concatenate(baselines)
-    return bool(np.abs(differences).max() >= MIN_SCALE)
+    rows = np.zeros((len(rewards), max(map(len, rewards), default=0)))
+    for row, rewards_K in zip(rows, rewards, strict=True):
+        row[: len(rewards_K)] = rewards_K
+    return len(rows) > 1 and bool(np.ptp(rows, axis=0).max() >= MIN_SCALE)
 
 
 @dataclass(slots=True)
@@ -163,19 +164,17 @@ class Scores:
     """The choice of each environment that a run trains on, by the `env_id` of its tasks."""
 
     choices: Mapping[str, ScoreChoice]
-    fixed: Score | None = None
-    """What the estimator compares in place of the choices."""
-    needed: bool = True
-    """Whether a group whose rewards are all the same teaches nothing."""
+    estimator: Estimator
+    """Decides which groups can be learned from."""
 
     def teaches(self, group: Group) -> bool:
         """Returns whether training on a group can teach anything, by its rewards."""
         turns = [turn for episode in group.episodes for turn in episode.turns]
-        if not self.needed or any(turn.info.token_advantages for turn in turns):
+        if any(turn.info.token_advantages for turn in turns):
             return True
         choice = self.choices.get(group.task.env_id)
-        score = self.fixed or (choice and choice.score) or auto_score([group])
-        return returns_differ(group, score)
+        score = (choice and choice.score) or auto_score([group])
+        return self.estimator.teaches(replace(group, score=score))
 
     @property
     def only(self) -> Score | None:

@@ -24,6 +24,11 @@ def usable(group: Group) -> list[int]:
     return [i for i, e in enumerate(group.episodes) if e.turns and not e.failed]
 
 
+def all_zero(rows: Sequence[FloatArray]) -> bool:
+    """Returns whether all advantages of a group are 0, so that nothing is learned from them."""
+    return all(np.abs(values).max(initial=0) < MIN_SCALE for values in rows)
+
+
 def std_of(deviations: FloatArray, ddof: int) -> float:
     """Computes the standard deviation from deviations from a mean."""
     return float(np.sqrt((deviations**2).sum() / max(len(deviations) - ddof, 1)))

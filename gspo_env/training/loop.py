@@ -112,9 +112,7 @@ class Loop:
         setting = self.config.credit.score
         scores = self.declared if setting == "auto" else dict.fromkeys(self.weights, setting)
         self.scores = Scores(
-            {name: ScoreChoice(name, scores.get(name)) for name in self.weights},
-            fixed=None if self.estimator.uses_score else self.estimator.compares,
-            needed=self.estimator.needs_rewards,
+            {name: ScoreChoice(name, scores.get(name)) for name in self.weights}, self.estimator
         )
         config, playing = self.config, self.config.branching.wrap(self.collector)
         self.tasks = TaskSampler(

@@ -15,8 +15,8 @@ from support.runs import tiny
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.check.environment import check_env
-from gspo_env.credit import ScoreChoice, estimate, turn_rewards
-from gspo_env.credit.scores import contents
+from gspo_env.credit import Estimator, ScoreChoice, estimate, turn_rewards
+from gspo_env.credit.scores import Scores, contents
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
 from gspo_env.registry import BUILTIN, find
 from gspo_env.types import Group, Score, StepInfo, StopReason
@@ -26,6 +26,10 @@ RECIPE = {
     **{"imitation_steps": 80, "imitation_learning_rate": 2e-2},
 }
 ESTIMATORS = sorted({*BUILTIN["advantage"]} - {"distillation"})
+
+LATER = {"returns_to_go": {"gamma": 0.5}, "normalize_then_accumulate": {}, "turn_plus_outcome": {}}
+"""Estimators that learn from episodes whose equal rewards come at different turns."""
+
 
 COIN = """
 from gspo_env import TextEnv
@@ -295,3 +299,29 @@ def test_check_env_says_which_score_is_used_and_why(tmp_path, caplog):
     }
     assert "no turn has a reward" in found["Coin"].reason
     assert found["Declared"].reason == "the environment declares it"
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_estimator_decides_whether_a_group_teaches(name):
+    choices = {TASK.env_id: ScoreChoice(TASK.env_id, "turns")}
+
+    def teaches(*episodes, **settings):
+        scores = Scores(choices, find("advantage", name)(**settings))
+        return scores.teaches(Group(task=TASK, episodes=episodes))
+
+    assert teaches(episode(0.0, 1.0), episode(1.0), **LATER.get(name, {})) == (name in LATER)
+    assert teaches(episode(0.0, 1.0), episode(0.0))
+    assert not teaches(episode(0.5, 0.5), episode(0.5, 0.5))
+    assert not teaches(episode(0.0, 1.0), episode(1.0, stop=StopReason.ERROR))
+
+
+def test_an_estimator_of_ones_own_may_learn_from_any_difference():
+    class Own(Estimator):
+        """It could learn from anything."""
+
+    def teaches(*episodes):
+        return Scores({}, Own()).teaches(Group(task=TASK, episodes=episodes))
+
+    assert teaches(episode(0.0, 1.0), episode(1.0))
+    assert not teaches(episode(0.0, 1.0), episode(0.0, 1.0, 0.0))
+    assert not teaches(episode(0.0, 1.0))

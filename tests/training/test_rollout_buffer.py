@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.virtual_clock import run
 
 from gspo_env.config import Config
-from gspo_env.credit import Scores
+from gspo_env.credit import ReturnsToGo, Scores
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
 from gspo_env.training import TaskSampler
@@ -68,7 +68,7 @@ def buffer_of(player, staleness=0, batch=2, steps=4, **settings):
 
     tasks = Numbered(config.curriculum, {"x": 1.0}, config.seed, batch)
     tasks.steps = []
-    return RolloutBuffer(config, player, tasks, Scores({}))
+    return RolloutBuffer(config, player, tasks, Scores({}, ReturnsToGo()))
 
 
 class Numbered(TaskSampler):
