@@ -99,7 +99,9 @@ class ToolEnv(TextEnv):
         functions = [each for each in functions if not any(each.function is f for f in own)]
         names = [each.name for each in (*methods, *functions)]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(f"{cls.__name__} has two tools {min(twice)!r}.")
+            raise ConfigError(
+                f"{cls.__name__} has two tools {min(twice)!r}; expected a name of its own for each."
+            )
         bound = methods if instance is None else tool_methods(cls, instance)
         return (*bound, *functions)
 
@@ -162,7 +164,7 @@ class ToolEnv(TextEnv):
         """Returns additional entries of the step's `info`."""
         return {}
 
-    def _reward(self, answer: _Answer) -> float:
+    def _reward(self, answer: Answer) -> float:
         if not isinstance(answer.reward, Number):
             hook = "on_tool_error" if answer.error else "on_tool_result"
             got = f"{hook}() returned {reprlib.repr(answer.reward)}"
@@ -173,13 +175,13 @@ class ToolEnv(TextEnv):
         """Ends the episode after this turn; for tools to call."""
         self._ended = True
 
-    def _answer_calls(self, calls: list[ToolCall | ToolCallError]) -> list[_Answer]:
+    def _answer_calls(self, calls: list[ToolCall | ToolCallError]) -> list[Answer]:
         if len(calls) > self.max_calls_per_turn:
             most = f"at most {self.max_calls_per_turn} may be made"
             return [self._error(f"{len(calls)} tool calls in one turn, {most}.")]
         return [self._answer_call(call) for call in calls]
 
-    def _answer_call(self, call: ToolCall | ToolCallError) -> _Answer:
+    def _answer_call(self, call: ToolCall | ToolCallError) -> Answer:
         if isinstance(call, ToolCallError):
             return self._error(call.message)
         named = [tool for tool in self.tools if tool.name == call.name]
@@ -199,18 +201,18 @@ class ToolEnv(TextEnv):
             log_once(f"tool {tool.name}", error, "the policy reads it, and ")
             return self._error(f"{tool.name} failed: {failure.name}: {failure.text}")
         reward = self.on_tool_result(ToolCall(name=tool.name, arguments=arguments), text)
-        return _Answer(text, reward, error=False)
+        return Answer(text, reward, error=False)
 
     def _unknown_tool(self, name: str) -> str:
         names = [tool.name for tool in self.tools]
         near = difflib.get_close_matches(name[:64], names, n=3) or names
         return f"unknown tool {clean(name[:64])!r}, tools are: {', '.join(near) or 'none'}."
 
-    def _error(self, message: str) -> _Answer:
-        return _Answer(f"Error: {clean(message)}", self.on_tool_error(message), error=True)
+    def _error(self, message: str) -> Answer:
+        return Answer(f"Error: {clean(message)}", self.on_tool_error(message), error=True)
 
 
-class _Answer(NamedTuple):
+class Answer(NamedTuple):
     """The answer to a tool call."""
 
     text: str

@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from gspo_env.tools.arguments import properties_of, typed_call
@@ -116,8 +117,9 @@ def read_bare(text: str, schemas: Schemas, limit: int) -> tuple[Calls, int]:
 def _json(body: str, schemas: Schemas, limit: int) -> tuple[Calls, int]:
     """Returns calls in JSON or a list in Python, behind text or not."""
     bare = _CLOSING.sub("", body)
-    line = _JSON_LINE.search(bare, 0, limit)
-    start = line.end() if line else skip_space(bare, 0)
+    lines = [line.end() for line in islice(_JSON_LINE.finditer(bare, 0, limit), _MOST)]
+    lines = [line for line in lines if not _is_sentence(bare, line, schemas)]
+    start = lines[0] if lines else skip_space(bare, 0)
     if bare.startswith(("{", "["), start):
         calls, start = _json_at(bare, start, schemas, limit)
     else:
@@ -130,6 +132,13 @@ def _json(body: str, schemas: Schemas, limit: int) -> tuple[Calls, int]:
         calls = calls if is_cut or all(isinstance(call, ToolCall) for call in calls) else []
     opening = _OPENING.search(bare, max(start - 99, 0), start) if len(bare) < len(body) else None
     return calls, opening.start() if opening else start
+
+
+def _is_sentence(text: str, start: int, schemas: Schemas) -> bool:
+    """Returns whether a line that begins with JSON goes on in words, and is not a call itself."""
+    values, end = read_values(text, start)
+    words = text[end:].partition("\n")[0].strip()
+    return bool(values and words) and not any(_is_bare_call(value, schemas) for value in values)
 
 
 def _json_at(body: str, start: int, schemas: Schemas, limit: int) -> tuple[Calls, int]:

@@ -507,8 +507,11 @@ def test_what_is_no_function_is_no_tool(member, words):
             r"Other\.price \(.*\) replaces a tool: decorate it .*= None",
         ),
         ({"tools": [lambda number: number]}, "has no docstring"),
-        ({"tools": [double], "twice": Doubles.double}, "Other has two tools 'double'"),
-        ({"tools": [double, double]}, "Other has two tools 'double'"),
+        (
+            {"tools": [double], "twice": Doubles.double},
+            "Other has two tools 'double'; expected a name",
+        ),
+        ({"tools": [double, double]}, "Other has two tools 'double'; expected a name"),
     ],
 )
 def test_a_tool_is_never_lost_without_a_word(members, words):

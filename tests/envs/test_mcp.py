@@ -210,6 +210,12 @@ def test_the_policy_reads_text_and_structure_once(http, texts, structure, observ
         assert shown.split("\n") == ["[image left out]", structure][: 1 + (structure != "null")]
 
 
+def test_what_has_no_text_is_named(server, play):
+    shown = call(play(server), "result", texts=["x"], structure="null", uri="file:///a.bin")[0]
+    links = ["[resource_link left out: notes, file:///a.bin]", "[resource left out: file:///a.bin]"]
+    assert shown.split("\n") == ["x", *links]
+
+
 def test_what_a_server_makes_of_a_list_is_read_once(server, play):
     shown = call(play(server), "stock", items=["tea", "jam"])[0]
     assert [shown.count(word) for word in ("tea", "jam", "item", "result")] == [1, 1, 2, 0]

@@ -6,7 +6,14 @@ import sys
 import time
 
 from mcp.server.mcpserver import Context, MCPServer
-from mcp.types import CallToolResult, ImageContent, TextContent
+from mcp.types import (
+    BlobResourceContents,
+    CallToolResult,
+    EmbeddedResource,
+    ImageContent,
+    ResourceLink,
+    TextContent,
+)
 
 server = MCPServer("workshop")
 memory: list[str] = []
@@ -72,10 +79,13 @@ def header(name: str, context: Context) -> str:
 
 
 @server.tool()
-def result(texts: list[str], structure: str, image: bool = False) -> CallToolResult:
-    """Give texts, an image, and a structure in JSON."""
+def result(texts: list[str], structure: str, image: bool = False, uri: str = "") -> CallToolResult:
+    """Give texts, an image, a link, a file, and a structure in JSON."""
     content = [TextContent(text=text) for text in texts]
     content += [ImageContent(data="eA==", mime_type="image/png")] * image
+    if uri:
+        file = BlobResourceContents(uri=uri, blob="eA==")
+        content += [ResourceLink(name="notes", uri=uri), EmbeddedResource(resource=file)]
     return CallToolResult(content=content, structured_content=json.loads(structure))
 
 

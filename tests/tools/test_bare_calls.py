@@ -51,6 +51,19 @@ def test_a_call_with_decoration_or_with_text_behind_it_is_counted(text):
     assert read_action(text, TOOLS) == as_text(text, malformed=1)
 
 
+@pytest.mark.parametrize(
+    "before",
+    ['{"name": "x"} is it.', "[1, 2] are it.", '{"a": 1}\nSo I look:', '{"a": 1} {"b": 2}, so'],
+)
+@pytest.mark.parametrize(
+    "call", ['{"name": "leave", "arguments": {}}', '[{"name": "leave", "arguments": {}}]']
+)
+def test_a_sentence_that_begins_with_json_hides_no_call_after_it(before, call):
+    message, malformed = parse_message(f"{before}\n{call}", TOOLS)
+    assert (message.tool_calls, message.content, malformed) == ((LEAVE,), before, 0)
+    assert parse_message(f"{before}\n{call} or so.", TOOLS)[0].tool_calls == ()
+
+
 MARKED = '<tool_call>{"name": "look", "arguments": {"word": "a"}}</tool_call>'
 BARE = [
     "leave()",

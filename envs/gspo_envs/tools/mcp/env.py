@@ -198,13 +198,20 @@ def _result_text(result: Any) -> str:
     for block in result.content[:_MOST_BLOCKS]:
         text = getattr(getattr(block, "resource", block), "text", None)
         texts += [text] if text else []
-        parts.append(f"[{block.type} left out]" if text is None else text)
+        parts.append(_placeholder(block) if text is None else text)
     if len(result.content) > _MOST_BLOCKS:
         parts.append(f"[{len(result.content) - _MOST_BLOCKS} more blocks left out]")
     structure = result.structured_content
     if structure is not None and not (texts and _repeats(texts, structure)):
         parts.append(json.dumps(structure, ensure_ascii=False))
     return "\n".join(filter(None, parts))
+
+
+def _placeholder(block: Any) -> str:
+    """Names a block without text, such as an image or a link to a resource."""
+    resource = getattr(block, "resource", block)
+    about = [getattr(block, "name", None), getattr(resource, "uri", None)]
+    return f"[{block.type} left out{': ' * any(about)}{', '.join(map(str, filter(None, about)))}]"
 
 
 def _repeats(texts: Sequence[str], structure: Mapping[str, Any]) -> bool:
