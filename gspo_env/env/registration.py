@@ -85,18 +85,20 @@ def resolve_env(spec: str | type) -> str:
 
     Args:
         spec: A registered id, `module:id`, `path/to/file.py:ClassName` or `module.path:ClassName`;
-            or a class, which gets the id `custom/ClassName-v0` in this process.
+            or a class, which gets the id `custom/ClassName-v0` in this process. The class is one of
+            environments, or one for TRL's `environment_factory`.
 
     Raises:
         ConfigError: It is neither text nor the class of an environment.
         UnknownEnvironmentError: Nothing has that name.
     """
-    if _is_env_class(spec):
-        registered = registry.get(_class_id(spec))
-        old, new = (_full_name(c) for c in (registered.entry_point if registered else spec, spec))
+    if env_class := _env_class(spec):
+        registered = registry.get(_class_id(env_class))
+        both = (registered.entry_point if registered else env_class, env_class)
+        old, new = map(_full_name, both)
         if old != new:  # not the same class, defined again
-            logger.warning("%s is now %s, no longer %s", _class_id(spec), new, old)
-        return _register_class(spec)
+            logger.warning("%s is now %s, no longer %s", _class_id(env_class), new, old)
+        return _register_class(env_class)
     if not isinstance(spec, str):
         raise ConfigError(
             f"env is {reprlib.repr(spec)} of type {type(spec).__name__}; expected an id, "
@@ -123,8 +125,8 @@ def resolve_env(spec: str | type) -> str:
     if name in registry:
         _OURS[name] = None
         return name
-    env_class = getattr(module, name, None)
-    if not _is_env_class(env_class):
+    env_class = _env_class(getattr(module, name, None))
+    if env_class is None:
         names = [key for key, value in vars(module).items() if _is_own(value, module.__name__)]
         has = f"it has {', '.join(names)}" if names else "expected a subclass of gspo_env.TextEnv"
         raise UnknownEnvironmentError(f"{source} has no environment {name!r}; {has}.")
@@ -250,9 +252,21 @@ def _is_env_class(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, gymnasium.Env)
 
 
+def _env_class(value: object) -> Any:
+    """Returns a class of environments, or the one that plays a class for TRL, else None."""
+    if _is_env_class(value) or not _is_trl_class(value):
+        return value if _is_env_class(value) else None
+    return load_function("gspo_envs.adapters.trl:environment_class", "env")(value)
+
+
+def _is_trl_class(value: object) -> bool:
+    return isinstance(value, type) and callable(getattr(value, "reset", None))
+
+
 def _is_own(value: object, module: str) -> bool:
     """Returns whether a value is an environment's class that the module defines."""
-    return _is_env_class(value) and getattr(value, "__module__", "") == module
+    is_env = _is_env_class(value) or _is_trl_class(value)
+    return is_env and getattr(value, "__module__", "") == module
 
 
 def _load_entry_points() -> None:
