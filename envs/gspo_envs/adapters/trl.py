@@ -9,10 +9,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
-from gspo_env.chat.fields import clean
 from gspo_env.env.base import Action, Options, ResetResult
 from gspo_env.env.tool_env import Answer
 from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.redaction import clean
 from gspo_env.runtime.loops import settle
 from gspo_env.runtime.threads import foreign, log_once
 from gspo_env.tools.calls import read_action
@@ -74,7 +74,7 @@ class TRLEnv(DatasetEnv):
         if self._makes_tasks:
             self.num_tasks = self.num_eval_tasks = None
         self._random: PrivateRandom | None = None
-        self.tools = self._make_tools()  # type: ignore[misc]
+        self.tools = self._make_tools()
 
     def _make_tools(self) -> tuple[Tool, ...]:
         """Returns the functions of the argument `tools`, then the methods by name."""
