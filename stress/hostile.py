@@ -591,7 +591,7 @@ def reseal(path: Path) -> None:
     from gspo_env.training.checkpoints import checksum
 
     folder = next((each for each in path.parents if (each / "manifest.json").is_file()), None)
-    if folder is not None and path.is_file() and not path.is_symlink():
+    if folder and path.name != "manifest.json" and path.is_file() and not path.is_symlink():
         manifest = json.loads((folder / "manifest.json").read_text())
         if (name := str(path.relative_to(folder))) in manifest["files"]:
             manifest["files"][name] = checksum(path)
@@ -604,6 +604,7 @@ def judge(ends: list[Ended], ended: Ended, what: str, outside: Path, *codes: int
         ends.append(ended.expect(*codes))
     except Wrong as wrong:
         WRONGS.append(f"{what}: {wrong}")
+        print(f"    {WRONGS[-1][:300]}", flush=True)
     if outside.read_text() != SENTINEL or SENTINEL in ended.output:
         WRONGS.append(f"{what}, {ended.line}: the file outside was read or written")
         outside.write_text(SENTINEL)
@@ -617,18 +618,19 @@ def case_hostile_folder(folder: Path, draws: int = 100) -> str:
     draw, ends, outside = random.Random(SEED), list[Ended](), folder / "outside"
     outside.write_text(SENTINEL)
     uri = f"sqlite:///{folder}/store.db"
+    (folder / "reward.py").write_text("def right(attempt):\n    return float(len(attempt.text))\n")
     train(folder / "run", *MLFLOW, uri).expect(0)
     run("compare", *COMPARE, "--output", folder / "compared").expect(0)
-    begin = ["--steps", "1", "--output", f"{folder}/new"]
+    begin = ["--tracker", "none", "--steps", "1", "--output", f"{folder}/new"]
     commands = [
         ["evaluate", "{}"],
         ["doctor", "{}/model"],
         ["view", "{}", "--no-browser"],
         ["diagnose", "{}"],
-        ["rescore", "{}"],
+        ["rescore", "{}", "--rewards", f"{folder}/reward.py:right"],
         ["sync", "{}", "--tracking-uri", uri],
-        ["train", "--resume", "{}", "--steps", "5"],
-        ["train", "--resume", "{}"],
+        ["train", "--resume", "{}", "--tracking-uri", uri, "--steps", "5"],
+        ["train", "--resume", "{}", "--tracking-uri", uri],
         ["train", "--model", "{}", "--env", "gspo/Lookup-v0", *TINY[6:], *begin],
         ["compare", *COMPARE, "--output", "{}"],
     ]

@@ -300,6 +300,10 @@ class Run:
             (loss + settings["observation_coef"] * observed).backward()
             gradients = {n: w.grad for n, w in leaves.items() if w.grad is not None}
             norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
+            if norm < 1e-3 * self.settings["loss"].get("kl_coef", 0.0):
+                # all advantages are 0, and rounding is the gradient: AdamW takes whole steps by it
+                self.updates += len(parts) - len(losses)
+                return
             losses.append(float(loss))
             norms.append(norm)
             limit = settings["max_grad_norm"] or math.inf
