@@ -49,11 +49,11 @@ def test_two_trackers_by_name_of_which_one_always_fails(tmp_path, capsys):
     ("uri", "words"),
     [
         ("http://127.0.0.1:9", "Connection refused"),
-        ("http://no-such-host.invalid:5000", "Failed to resolve"),
+        ("http://no-such-host.invalid:5000", "cannot open: [Errno -"),
         ("http://me:secret-word-9@127.0.0.1:9/runs", "Connection refused"),
         ("nonsense://store", "unsupported URI"),
         ("http://[bad", "Invalid IPv6 URL"),
-        ("http://127.0.0.1:99999", "Invalid url"),
+        ("http://127.0.0.1:99999", "Port out of range 0-65535"),
         ("sqlite:////proc/folder/runs.db", "/proc/folder"),
         ("./mlruns", "maintenance mode"),
     ],
