@@ -60,7 +60,7 @@ SHORT = shlex.split(
     "--group-size 4 --eval-tasks 4 --eval-every 2 --save-every 1 --tracker none"
 )
 """A training that learns, as that of `kill_resume.py`."""
-COMPARE = ["--arm", "loss=gspo,grpo", "--seeds", "1", "--tracker", "none", *TINY]
+COMPARE = ["--arm", "loss=gspo,grpo", "--pilot", "--seeds", "1", "--tracker", "none", *TINY]
 MLFLOW = ["--tracker", "mlflow", "--tracking-uri"]
 KINDS = shlex.split(
     "types types types gone folder link pipe empty half garbage deep pickle long numbers"

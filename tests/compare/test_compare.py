@@ -97,7 +97,7 @@ def test_a_comparison_goes_on_where_it_stopped_and_tracks_nested_runs(tmp_path):
     with pytest.raises(ConfigError, match=r"rollout/rewards.*expected one of.*rollout/return"):
         run(wrong, tmp_path / "out", tracking)
     first, said = run(comparison, tmp_path / "out", tracking)
-    assert "runs have a result already" in said[0]
+    assert "runs have a result already" in said[1]
     marked = first[0].run.folder / "warnings.txt"
     marked.write_text("kept: it was not played again\n")
     (first[1].run.folder / "model").rmdir()

@@ -301,7 +301,7 @@ def test_an_environment_that_does_not_close_does_not_cost_the_model(caplog):
 @pytest.mark.slow
 def test_a_comparison_stopped_by_ctrl_c_leaves_no_worker_and_no_result():
     Path("wait").touch()
-    arms = ("--arm", "advantage=outcome,returns_to_go", "--seeds", "1", "--workers", "2")
+    arms = ("--arm", "advantage=outcome,returns_to_go", "--pilot", "--seeds", "1", "--workers", "2")
     process = start("--config", "run.toml", "--tracker", "none", *arms, command="compare")
     until("waiting", process)
     workers = psutil.Process(process.pid).children(recursive=True)
