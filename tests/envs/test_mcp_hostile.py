@@ -141,7 +141,8 @@ def test_an_empty_text_of_a_server_is_an_empty_observation(play):
 @pytest.mark.parametrize("kind", ["compressed", "endless", "events", "event", "values"])
 def test_the_body_of_a_response_is_bounded(play, kind):
     with serving("mcp_hostile.py", kind) as (port, _):
-        observation, errors = call(play(kind, f"http://127.0.0.1:{port}/mcp"), a="x")
+        env = play(kind, f"http://127.0.0.1:{port}/mcp", timeout=120.0)  # on a busy machine, too
+        observation, errors = call(env, a="x")
     assert observation.startswith("Error: t failed: ToolServerError: ")
     assert "no answer in" not in observation
     assert errors == 1
