@@ -48,7 +48,7 @@ def test_what_tools_return_and_raise_reads_as_in_trl():
         [
             call("stock", good="apple", days=2) + "\n" + call("price", good="bread"),
             call("price", good="melon"),
-            call("price", god="apple"),
+            call("price", thing_to_buy="apple"),
             call("_hidden"),
         ],
         options={"row": 0},
@@ -56,7 +56,7 @@ def test_what_tools_return_and_raise_reads_as_in_trl():
     assert shown[1:] == [
         "5\n{'good': 'apple', 'left': 2}",  # asynchronous tools answer last
         "{'error': \"'melon'\"}",
-        "{'error': \"Shop.price() got an unexpected keyword argument 'god'\"}",
+        "{'error': \"Shop.price() got an unexpected keyword argument 'thing_to_buy'\"}",
         "{'error': 'Tool _hidden not found.'}",
     ]
 
