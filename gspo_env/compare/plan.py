@@ -209,17 +209,19 @@ def parse(
     named = tables.get("problems") or {label(base.env): {}}
     problems = {name: override(base, tree) for name, tree in named.items()}
     seeds = options.pop("seeds", None)
-    made = Comparison(problems=problems, arms=tuple(arms), axes=tuple(lists), **options)
+    comparison = Comparison(problems=problems, arms=tuple(arms), axes=tuple(lists), **options)
     if seeds is None:
-        return replace(made, seeds=2 if made.pilot else max(made.seeds, made.fewest))
-    if seeds < made.fewest and not made.pilot:
-        tests = f"{made.tests} tests" if made.tests > 1 else "one test"
-        raise ConfigError(
-            f"seeds is {seeds}, and with {tests} fewer than {made.fewest} seeds cannot show any "
-            f"difference; expected at least {made.fewest}, or --pilot, which measures how many are "
-            "needed"
+        return replace(
+            comparison, seeds=2 if comparison.pilot else max(comparison.seeds, comparison.fewest)
         )
-    return replace(made, seeds=seeds)
+    if seeds < comparison.fewest and not comparison.pilot:
+        tests = f"{comparison.tests} tests" if comparison.tests > 1 else "one test"
+        raise ConfigError(
+            f"seeds is {seeds}, and with {tests} fewer than {comparison.fewest} seeds cannot show "
+            f"any difference; expected at least {comparison.fewest}, or --pilot, which measures "
+            "how many are needed"
+        )
+    return replace(comparison, seeds=seeds)
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:

@@ -94,8 +94,8 @@ def resolve_env(spec: str | type) -> str:
     """
     if env_class := _env_class(spec):
         registered = registry.get(_class_id(env_class))
-        both = (registered.entry_point if registered else env_class, env_class)
-        old, new = map(_full_name, both)
+        before = registered.entry_point if registered else env_class
+        old, new = _full_name(before), _full_name(env_class)
         if old != new:  # not the same class, defined again
             logger.warning("%s is now %s, no longer %s", _class_id(env_class), new, old)
         return _register_class(env_class)

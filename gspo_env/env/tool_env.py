@@ -95,8 +95,8 @@ class ToolEnv(TextEnv):
     def _tools(cls, instance: object) -> tuple[Tool, ...]:
         methods = tool_methods(cls)
         functions = [f if isinstance(f, Tool) else as_tool(mark(f)) for f in cls._tool_functions]
-        own = [each.function for each in methods]
-        functions = [each for each in functions if not any(each.function is f for f in own)]
+        decorated = [each.function for each in methods]
+        functions = [f for f in functions if not any(f.function is g for g in decorated)]
         names = [each.name for each in (*methods, *functions)]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(
