@@ -54,7 +54,7 @@ def episode_columns() -> list[str]:
 
 def rules() -> list[str]:
     """Returns the rows of the rules of `gspo-env diagnose`."""
-    from gspo_env.health.rules import RULES
+    from gspo_env.health.run_rules import RULES
 
     rows = [f"| `{r.name}` | {first_line(r.check)} | {r.limit:g} |" for r in RULES]
     return ["| rule | finds | threshold |", "|---|---|---|", *rows]

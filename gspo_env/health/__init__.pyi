@@ -1,4 +1,4 @@
 from .diagnose import Diagnosis as Diagnosis
 from .diagnose import diagnose as diagnose
 from .findings import Finding as Finding
-from .rules import RULES as RULES
+from .run_rules import RULES as RULES

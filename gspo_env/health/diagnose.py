@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gspo_env.health.findings import Finding, show
-from gspo_env.health.rules import RULES, quote, share
+from gspo_env.health.rules import quote, share
+from gspo_env.health.run_rules import RULES
 from gspo_env.runs.evaluations import may_be_chance
 from gspo_env.runs.run import Run
 

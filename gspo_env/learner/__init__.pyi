@@ -7,11 +7,11 @@ from .losses import DrGRPO as DrGRPO
 from .losses import Loss as Loss
 from .losses import LossInput as LossInput
 from .losses import ObjectiveOutput as ObjectiveOutput
-from .losses import importance_weights as importance_weights
 from .losses import packed_policy_loss as packed_policy_loss
 from .masters import MasterWeights as MasterWeights
 from .minibatch import Microbatch as Microbatch
 from .minibatch import Minibatch as Minibatch
+from .mismatch import importance_weights as importance_weights
 from .padded_loss import policy_loss as policy_loss
 from .settings import LearnerConfig as LearnerConfig
 from .settings import Trainer as Trainer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
 
@@ -200,6 +200,8 @@ class ClippedLoss(ClipSettings, Loss):
         """Returns the weight (N,) of each token's objective; None if all are 1."""
         if self.resolved_correction == "none" or inputs.engine_logprobs_N is None:
             return None
+        from gspo_env.learner.mismatch import importance_weights
+
         return importance_weights(
             inputs.old_logprobs_N,
             inputs.engine_logprobs_N,
@@ -302,7 +304,7 @@ def packed_policy_loss(
         reference_logprobs_N=reference_logprobs_N,
         importance_weights_N=importance_weights_N,
     )
-    _check_ids("sequence_ids_N", sequence_ids_N, num_sequences)
+    check_ids("sequence_ids_N", sequence_ids_N, num_sequences)
     segments_N, count = _segments(
         sequence_ids_N, num_sequences, settings.ratio_level, turn_ids_N, num_turns
     )
@@ -331,50 +333,6 @@ def packed_policy_loss(
     return ObjectiveOutput(loss=-mean, ratio=ratio_N, clipped=clipped_N, kl=kl_N)
 
 
-def importance_weights(
-    trainer_logprobs_N: Tensor,
-    engine_logprobs_N: Tensor,
-    sequence_ids_N: Tensor,
-    *,
-    kind: Correction,
-    cap: float = 2.0,
-    num_sequences: int | None = None,
-) -> Tensor:
-    """Weights for the mismatch rho between the trainer's and the engine's sampling policy.
-
-    `truncated` gives each token min(rho, cap). `mask` gives 0 to every token of a sequence whose
-    geometric-mean rho leaves [1/cap, cap], 1 to the others. `none` gives 1. Do not use them if the
-    engine's log-probabilities are pi_old: the ratio then already contains the mismatch.
-
-    Shapes:
-        Every tensor, and the result: (N,).
-
-    Raises:
-        BatchError: Shapes do not fit together, the kind is unknown, or the cap is below 1.
-
-    Source:
-        Truncated importance sampling as in arXiv 1802.01561 (rho-bar, eq. 1).
-    """
-    if kind not in get_args(Correction) or not cap >= 1:
-        raise BatchError(
-            f"kind is {kind!r} and cap is {cap!r}; expected one of {get_args(Correction)} and a "
-            "number of at least 1"
-        )
-    check_shapes(
-        trainer_logprobs_N.shape, engine_logprobs_N=engine_logprobs_N, sequence_ids_N=sequence_ids_N
-    )
-    dtype = wide_dtype(trainer_logprobs_N)
-    log_rho_N = trainer_logprobs_N.detach().to(dtype) - engine_logprobs_N.detach().to(dtype)
-    if kind == "none" or not len(log_rho_N):
-        return log_rho_N.new_ones(log_rho_N.shape)
-    if kind == "truncated":
-        return log_rho_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)
-    _check_ids("sequence_ids_N", sequence_ids_N, num_sequences)
-    count = int(sequence_ids_N.max()) + 1 if num_sequences is None else num_sequences
-    mean_N = _segment_mean(log_rho_N, sequence_ids_N, count)
-    return (mean_N.abs() <= mean_N.new_full((), cap).log()).to(dtype)
-
-
 def wide_dtype(values: Tensor) -> torch.dtype:
     """Returns the tensor's dtype, or float32 if it is narrower."""
     import torch
@@ -398,7 +356,7 @@ def _segments(
         return sequence_ids_N, num_sequences
     if turn_ids_N is None:
         raise BatchError("ratio_level is 'turn' without turn_ids; expected the turn of each token")
-    _check_ids("turn_ids_N", turn_ids_N, num_turns)
+    check_ids("turn_ids_N", turn_ids_N, num_turns)
     turns = num_turns
     if turns is None:
         turns = int(turn_ids_N.max()) + 1 if len(turn_ids_N) else 1
@@ -414,19 +372,19 @@ def _log_ratios(
     """
     limit = LOG_RATIO_LIMIT
     if not power:
-        log_s_N = _segment_mean(log_ratio_N, segments_N, count).clamp(-limit, limit)
+        log_s_N = segment_mean(log_ratio_N, segments_N, count).clamp(-limit, limit)
         return log_s_N, log_s_N
     log_w_N = log_ratio_N.clamp(-limit, limit)
-    geometric_N = _segment_mean(log_w_N, segments_N, count)
+    geometric_N = segment_mean(log_w_N, segments_N, count)
     # Around the geometric mean, log1p and expm1 keep their precision for small p: the mean of
     # expm1 is small there, and never negative. Ratios of exp(26) would overflow for |p| = 3.
     powers_N = (power * (log_w_N - geometric_N)).clamp(max=4 * limit)
-    above_N = _segment_mean(powers_N.expm1(), segments_N, count)
+    above_N = segment_mean(powers_N.expm1(), segments_N, count)
     log_s_N = geometric_N + above_N.clamp(min=0).log1p() / power
     return log_s_N, (1 - power) * log_s_N + power * log_w_N
 
 
-def _segment_mean(values_N: Tensor, segments_N: Tensor, count: int) -> Tensor:
+def segment_mean(values_N: Tensor, segments_N: Tensor, count: int) -> Tensor:
     """Returns the mean of each segment, for each of its tokens."""
     sums_S = values_N.new_zeros(count).index_add(0, segments_N, values_N)
     return (sums_S / segment_sizes(segments_N, count).clamp(min=1))[segments_N]
@@ -487,7 +445,12 @@ def check_shapes(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
             raise BatchError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
 
 
-def _check_ids(name: str, ids_N: Tensor, count: int | None) -> None:
+def check_ids(name: str, ids_N: Tensor, count: int | None) -> None:
+    """Rejects ids of another type, and on a CPU those out of range.
+
+    Raises:
+        BatchError: They are.
+    """
     import torch
 
     if ids_N.dtype not in (torch.int64, torch.int32):

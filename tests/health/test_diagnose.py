@@ -12,7 +12,7 @@ import gspo_env
 from gspo_env.cli.main import main
 from gspo_env.config import Config, override, to_toml
 from gspo_env.health.diagnose import diagnose, lines
-from gspo_env.health.rules import RULES
+from gspo_env.health.run_rules import RULES
 from gspo_env.runs import Run
 from gspo_env.runs.names import METRICS
 from gspo_env.training.checkpoints import Checkpoints
