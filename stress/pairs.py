@@ -903,7 +903,10 @@ def _has(row: Row, needs: Mapping[str, Any]) -> bool:
 
 
 def is_clear(ban: Forbidden, sentence: str) -> bool:
-    """Returns whether a sentence names two of the settings, or the only one, and what to change."""
+    """Returns whether a sentence names two of the settings, or the only one, and what to change.
+
+    It has the values as the user writes them, not the names of classes.
+    """
 
     def is_named(name: str, values: Sequence[Any]) -> bool:
         texts = [v[0] if isinstance(v, tuple) else v for v in values]
@@ -912,7 +915,9 @@ def is_clear(ban: Forbidden, sentence: str) -> bool:
 
     named = sum(is_named(name, values) for name, values in ban.items())
     advises = re.search(r"expected|use |raise |lower |name |--", sentence, re.I)
-    return named >= min(2, len(ban)) and bool(advises)
+    classes = {place.rpartition(":")[2] for names in BUILTIN.values() for place in names.values()}
+    spells = not classes.intersection(re.findall(r"'(\w+)'", sentence))
+    return named >= min(2, len(ban)) and bool(advises) and spells
 
 
 def matrix(refused: Sequence[tuple[Forbidden, str]]) -> str:

@@ -71,6 +71,7 @@ def test_the_table_of_what_is_refused_reads_back():
         ("loss.kl_coef is 0.05 with threads 2; expected 1", True),
         ("loss.kl_coef is 0.05; expected 0", False),
         ("loss.kl_coef is 0.05 with threads 2", False),
+        ("loss.kl_coef is 0.05 of 'GSPO' with threads 2; expected 1", False),
     ],
 )
 def test_a_sentence_names_two_of_the_settings_and_what_to_change(sentence, clear):

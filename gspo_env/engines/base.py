@@ -112,6 +112,12 @@ class Engine:
     def release(self, session: str) -> None:
         """Drops the cache of a session."""
 
+    async def forget(self) -> None:
+        """Empties its cache, so that later samples do not depend on earlier requests.
+
+        An engine whose samples have the same bits in a resumed run has to implement it.
+        """
+
     async def sleep(self) -> None:
         """Frees memory for the learner until the next `update_weights`."""
 

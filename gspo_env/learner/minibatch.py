@@ -16,6 +16,7 @@ from gspo_env.batch.prefix import split_minibatches
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.errors import BatchError
 from gspo_env.learner.losses import Loss, LossInput, ObjectiveOutput
+from gspo_env.registry import name_of
 
 TOKEN_PARTS = ("ratio", "clipped", "kl")
 """The fields of `ObjectiveOutput` with a value for each token."""
@@ -167,7 +168,7 @@ def check_output(output: ObjectiveOutput, loss: Loss, tokens: int) -> ObjectiveO
     Raises:
         BatchError: The loss is not a scalar with a gradient, or a part has another shape.
     """
-    name = type(loss).__name__
+    name = repr(name_of("loss", loss))
     if not isinstance(output, ObjectiveOutput):
         kind = type(output).__name__
         raise BatchError(f"compute of {name} returned {kind}; expected ObjectiveOutput")

@@ -20,6 +20,7 @@ from annotated_types import Ge
 from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.errors import ConfigError, PromptLengthError
+from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector, RolloutPlugin
 from gspo_env.rollout.play import PolicyInput, PolicyOutput
 from gspo_env.rollout.policy import EnginePolicy
@@ -71,8 +72,8 @@ class Summary(RolloutPlugin):
     def refusal(self, env: object) -> ConfigError:
         """Returns the error about an environment that sends whole conversations."""
         return ConfigError(
-            f"compaction is {type(self).__name__!r} and {env} sends its own conversations, which "
-            "it compacts itself; expected compaction 'none'"
+            f"compaction is {name_of('compaction', self)!r} and {env} sends its own conversations, "
+            "which it compacts itself; expected compaction 'none'"
         )
 
     def wrap(self, collector: Collector) -> Collector:
@@ -90,8 +91,8 @@ class Summary(RolloutPlugin):
         """Returns the tokens of the instruction and of a summary."""
         if limits.ray_workers:
             raise ConfigError(
-                f"compaction is {type(self).__name__!r} and rollout.workers {limits.workers!r}; "
-                "expected rollout.workers 'asyncio'"
+                f"compaction is {name_of('compaction', self)!r} and rollout.workers "
+                f"{limits.workers!r}; expected rollout.workers 'asyncio'"
             )
         asking = len(chat.follow(self.instruction, -1))
         summary = min(self.summary_tokens, limits.max_turn_tokens)

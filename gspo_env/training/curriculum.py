@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_env.errors import ConfigError
+from gspo_env.registry import name_of
 from gspo_env.rollout.metrics import EpisodeStats
 from gspo_env.settings import settings
 from gspo_env.training.split import draw_tasks
@@ -123,13 +124,13 @@ def next_options(curriculum: Curriculum, state: Mapping[str, Any]) -> dict[str, 
     Raises:
         ConfigError: It raised, or what it returned is not a mapping of JSON values.
     """
-    name = type(curriculum).__name__
+    name = name_of("curriculum", curriculum)
     try:
         mapping = dict(curriculum.options(state))
         options: dict[str, Any] = json.loads(json.dumps(mapping))
     except Exception as error:
         raise ConfigError(
-            f"options of curriculum {name} failed: {type(error).__name__}: {error}; expected a "
+            f"options of curriculum {name!r} failed: {type(error).__name__}: {error}; expected a "
             "mapping of names to JSON values"
         ) from error
     return options

@@ -183,18 +183,17 @@ class Loop:
         check_first_steps(config, self.history, self.reporter.warned)
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
             await self._evaluate()
-            await self._forget_evaluation()
+            await self._empty_cache()
         with part("saving"):
             await self._save()
 
-    async def _forget_evaluation(self) -> None:
-        """Empties the cache of an engine on the learner's weights.
+    async def _empty_cache(self) -> None:
+        """Lets the next step sample the same bits as in a run that is resumed from here.
 
-        So the next step samples the same bits as in a run that is resumed from here.
+        With groups that are played ahead, the time decides what an episode is sampled with.
         """
-        engine = self.collector.engine
-        if not engine.copies:
-            await engine.update_weights(self._named_weights(), self.step)
+        if not self.buffer.ahead:
+            await self.collector.engine.forget()
 
     async def _save(self, must: bool = False) -> None:
         """Saves the run if it must be saved, if that is due, or if it is the best so far.
@@ -300,6 +299,7 @@ class Loop:
             from gspo_env.training.weight_check import check_sync
 
             metrics |= await check_sync(self.collector, self.learner, self.buffer.run)
+            await self._empty_cache()
         return metrics | self.collector.metrics() | self.collector.engine.metrics()
 
     def _samples(

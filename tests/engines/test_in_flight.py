@@ -80,6 +80,16 @@ def test_after_an_update_sampling_is_as_in_a_new_engine(engine, model, how):
     assert (after.weights_version, after.weights_versions) == (1, ())
 
 
+def test_an_engine_that_forgets_computes_a_prompt_again(engine):
+    prompt, fed = list(range(3, 43)), [0]
+    for session in "abc":
+        asyncio.run(engine.generate(prompt, Sampling(max_tokens=1), session))
+        fed.append(engine.fed_tokens)
+        if session == "b":
+            asyncio.run(engine.forget())
+    assert fed[1] == fed[3] - fed[2] == len(prompt) > fed[2] - fed[1]
+
+
 def test_an_update_waits_for_requests_that_run_and_not_for_those_that_were_cancelled(engine):
     prompts = [[3, 4, 5], [6, 7], [8, 9], [3], [4], [5]]  # more than slots
 

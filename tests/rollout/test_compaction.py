@@ -211,10 +211,13 @@ def test_a_conversation_within_the_context_is_not_compacted_and_room_for_a_summa
 @pytest.mark.parametrize(
     ("refuse", "message"),
     [
-        (lambda chat: scripted(chat, "", workers="ray:2"), "expected rollout.workers 'asyncio'"),
+        (
+            lambda chat: scripted(chat, "", workers="ray:2"),
+            "is 'summary' and rollout.workers 'ray:2'",
+        ),
         (lambda chat: scripted(chat, "", max_context=50), r"max_context is 50; expected more than"),
         (lambda chat: check(chat, rollout={"max_context": 900}), "max_context is 900; expected"),
-        (lambda chat: play(scripted(chat, "", Programmed)), "sends its own conversations"),
+        (lambda chat: play(scripted(chat, "", Programmed)), "is 'summary' and .* sends its own"),
         (lambda chat: Summary(instruction=" "), "compaction.instruction is empty"),
     ],
 )

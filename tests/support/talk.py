@@ -20,14 +20,14 @@ class Talk(TextEnv):
 
     blocking = False
 
-    def __init__(self, turns=3, noise=0.0):
+    def __init__(self, turns=3, noise=0.0, lead=""):
         super().__init__()
-        self.turns, self.noise = turns, noise
+        self.turns, self.noise, self.lead = turns, noise, lead
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.turn, self.seed = 0, seed
-        return f"say {seed % 7}", {"task_key": str(seed)}
+        return f"{self.lead}say {seed % 7}", {"task_key": str(seed)}
 
     def step(self, action):
         if Path("wait").exists():

@@ -24,9 +24,12 @@ from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.resume import changed_config, newest_checkpoint
 from gspo_env.trust import record
 
+LEAD = {"env_kwargs": {"lead": "say more, " * 8}}
+"""Tokens with which all prompts begin, whose keys and values an engine keeps."""
 WAYS = {
-    "full": {},
+    "full": LEAD,
     "LoRA": {"learner": {"lora_rank": 2}},
+    "LoRA, own weights": {"learner": {"lora_rank": 2}, "engine": {"own_weights": True}, **LEAD},
     "bfloat16, a KL reference": {"model_dtype": "bfloat16", "loss": {"kl_coef": 0.05}},
     "float16, LoRA": {"model_dtype": "float16", "learner": {"lora_rank": 2}},
     "a KL reference, LoRA, a curriculum": {
@@ -79,7 +82,11 @@ def cut(run, step, to):
 
 
 @pytest.mark.parametrize(
-    "way", [w if w in ("full", "LoRA") else pytest.param(w, marks=pytest.mark.slow) for w in WAYS]
+    "way",
+    [
+        w if w in ("full", "LoRA, own weights") else pytest.param(w, marks=pytest.mark.slow)
+        for w in WAYS
+    ],
 )
 def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(way, tmp_path, capsys):
     whole = GSPOAgent(config=talks(**WAYS[way]))

@@ -61,6 +61,10 @@ class CopyEngine(Engine):
         """Drops the cache of a session."""
         self._engine.release(session)
 
+    async def forget(self) -> None:
+        """Clears the cache; see `Engine.forget`."""
+        await self._engine.forget()
+
     def close(self) -> None:
         """Frees the cache and rejects further requests."""
         self._engine.close()

@@ -103,22 +103,27 @@ class TransformersEngine(Engine):
         """Frees a session's slot. Its prompt can still be copied until the slot is reused."""
         self._sequences.release(session)
 
-    async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Clears the cache; the engine already shares the learner's weights.
-
-        Afterwards the engine behaves like a new one: what it samples does not depend on earlier
-        requests.
+    async def forget(self) -> None:
+        """Clears the cache; see `Engine.forget`.
 
         Raises:
             EngineError: Requests still run after minutes.
         """
         await self.drain()
+        self._sequences.clear()
+
+    async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """Clears the cache; the engine already shares the learner's weights.
+
+        Raises:
+            EngineError: Requests still run after minutes.
+        """
+        await self.forget()
         if self._direct is not None and not DirectForward.fits(self._model):
             self._direct = None  # such as after an adapter was added
         if self._direct is not None:
             self._direct.forget()
         self._cache.check_weights()
-        self._sequences.clear()
         self.weights_version = version
 
     async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:

@@ -134,6 +134,11 @@ class UnbatchedEngine(Engine):
         """Drops the cache of a session."""
         self._caches.pop(session, None)
 
+    async def forget(self) -> None:
+        """Drops every cache; see `Engine.forget`."""
+        await self.drain()
+        self._drop()
+
     async def sleep(self) -> None:
         """Drops every cache; the weights are the learner's."""
         self._drop()
