@@ -28,6 +28,7 @@ COMMANDS = {
     "rescore": "gspo_env.cli.rescore:Rescore",
     "sync": "gspo_env.cli.sync:Sync",
     "envs": "gspo_env.cli.envs:Envs",
+    "audit": "gspo_env.cli.audit:Audit",
     "play": "gspo_env.cli.play:Play",
     "doctor": "gspo_env.cli.doctor:Doctor",
 }

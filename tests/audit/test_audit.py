@@ -1,0 +1,274 @@
+"""`gspo-env audit` finds weak rewards, calls sound ones sound, and says what it has seen."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from gspo_env import ConfigError, TextEnv, ToolEnv, format_tool_call, tool
+from gspo_env.audit import audit
+from gspo_env.audit.attackers import ATTACKERS
+from gspo_env.cli.main import main
+from gspo_env.env.base import extract_tag
+
+
+class Sums(TextEnv):
+    """Add two numbers; the reward is 1 for the right sum."""
+
+    system_prompt = "Add the numbers. Answer with <answer>number</answer>."
+    blocking = False
+    says = "{}"
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.a, self.b = map(int, self.np_random.integers(100, 900, size=2))
+        return self.says.format(f"{self.a} + {self.b} = ?", self.a + self.b), {
+            "task_key": f"{self.a}+{self.b}"
+        }
+
+    def step(self, action):
+        right = extract_tag(action, "answer") == str(self.a + self.b)
+        return "", float(self.pay(action, right)), True, False, {"success": right}
+
+    def pay(self, text, right):
+        return right
+
+    def expert_action(self, noise=0.0):
+        wrong = int(self.np_random.random() < noise)
+        return f"The sum is <answer>{self.a + self.b + wrong}</answer>"
+
+
+class Length(Sums):
+    def pay(self, text, right):
+        return min(len(text), 1000) / 1000
+
+
+class Keyword(Sums):
+    def pay(self, text, right):
+        return "sum" in text
+
+
+class Echo(Sums):
+    def pay(self, text, right):
+        return right or f"{self.a} + {self.b}" in text
+
+
+class Format(Sums):
+    def pay(self, text, right):
+        return extract_tag(text, "answer") is not None
+
+
+class Judge(Sums):
+    def group_reward(self, group):
+        def judged(episode):
+            text = episode.turns[-1].text
+            reward = float(bool(episode.success) or "highest score" in text)
+            info = replace(episode.turns[-1].info, reward_parts={"judge": reward})
+            return replace(episode, turns=(replace(episode.turns[-1], reward=reward, info=info),))
+
+        return replace(group, episodes=tuple(map(judged, group.episodes)))
+
+
+class HonestJudge(Judge):
+    def group_reward(self, group):
+        scored = [
+            replace(e, turns=(replace(e.turns[-1], reward=float(e.success)),))
+            for e in group.episodes
+        ]
+        return replace(group, episodes=tuple(scored))
+
+
+class Escape(Sums):
+    def pay(self, text, right):
+        return 0.0 if extract_tag(text, "answer") is None else 1.0 if right else -1.0
+
+
+class Strict(Sums):
+    def pay(self, text, right):
+        return 1.0 if right else -1.0
+
+
+class Leak(Sums):
+    says = "Problem: {} (key {}) Go."
+
+
+class OneFree(Sums):
+    num_tasks = 8
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.a, self.b = int(self.np_random.integers(8)), 500
+        return f"{self.a} + 500 = ?", {"task_key": self.a}
+
+    def step(self, action):
+        right = self.a == 3 or extract_tag(action, "answer") == str(self.a + self.b)
+        return "", float(right), True, False, {"success": right}
+
+
+class Dial(ToolEnv):
+    """Set a dial; only the last state counts, and it always has to change."""
+
+    system_prompt = "Set the dial, then say done."
+    max_turns = 6
+    blocking = False
+    least, error_reward = 1, -0.1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed, options=options)
+        self.dial, self.goal = 0, int(self.np_random.integers(self.least, 40))
+        self.right = False
+        return f"Set the dial to {self.goal}.", {"task_key": self.goal}
+
+    @tool
+    def turn(self, to: int) -> str:
+        """Turn the dial.
+
+        Args:
+            to: The new value.
+        """
+        self.dial = to
+        return f"The dial is at {to}."
+
+    def on_final(self, text):
+        self.right = self.dial == self.goal
+        return "", float(self.right), True
+
+    def step_info(self, terminated, truncated):
+        return {"success": self.right} if terminated or truncated else {}
+
+    def expert_action(self, noise=0.0):
+        if self.dial == self.goal:
+            return "done"
+        wrong = int(self.np_random.random() < noise)
+        return format_tool_call("turn", {"to": self.goal + wrong})
+
+
+class StateAlone(Dial):
+    least = -20
+
+    def reset(self, *, seed=None, options=None):
+        result = super().reset(seed=seed, options=options)
+        self.goal = max(self.goal, 0)  # a third of the tasks wants the state that is there
+        return f"Set the dial to {self.goal}.", {"task_key": result[1]["task_key"]}
+
+
+class AnyCall(Dial):
+    def on_tool_result(self, call, result):
+        return 0.3
+
+
+FOUND = {
+    Length: ("attackers", "long text"),
+    Keyword: ("attackers", "constant answer"),
+    Echo: ("attackers", "echo"),
+    Format: ("attackers", "right format, wrong content"),
+    Judge: ("attackers", "text for the judge"),
+    StateAlone: ("free tasks", " of 32 tasks"),
+    AnyCall: ("attackers", "random calls"),
+    Escape: ("escape", "'empty' gets 1 more"),
+    Leak: ("attackers", "copy from the prompt"),
+    OneFree: ("free tasks", "1 of 8 tasks pay for no work as for gold: 3."),
+}
+
+
+@pytest.mark.parametrize("env", FOUND)
+def test_ten_weak_rewards_are_found(env):
+    name, text = FOUND[env]
+    result = audit(env)
+    findings = {finding.name: finding for finding in result.findings if not finding.ok}
+    assert text in findings[name].text
+    assert result.is_sound is False
+
+
+@pytest.mark.parametrize("env", [Sums, Strict, HonestJudge, Dial, "gspo/Lookup-v0"])
+def test_five_sound_rewards_are_called_sound(env):
+    result = audit(env)
+    assert [str(finding) for finding in result.findings if not finding.ok] == []
+    assert result.tasks == 32
+
+
+@pytest.mark.parametrize(
+    ("env", "wrong"),
+    [
+        ("gspo/Calculator-v0", []),
+        ("gspo/Story-v0", []),
+        ("gspo/Dialogue-v0", []),
+        ("gspo/Wordle-v0", []),
+        ("gspo/KeyDoor-v0", []),
+        ("gspo/Additive-v0", ["attackers"]),  # each right word pays, and one of four is right
+        ("gspo/VariableLength-v0", ["attackers", "free tasks"]),  # a near miss pays
+    ],
+)
+def test_what_the_audit_says_of_the_built_in_environments(env, wrong):
+    result = audit(env, tasks=16)  # GuessNumber: 22 % by guessing, at most, in all 31 tasks
+    assert [finding.name for finding in result.findings if not finding.ok] == wrong
+
+
+def test_reward_and_success_that_disagree_are_shown_and_the_page_has_no_markup_of_theirs(
+    tmp_path, monkeypatch, capsys, quick_store
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weak.py").write_text(
+        "from gspo_env import TextEnv\n\n"
+        "class Weak(TextEnv):\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        super().reset(seed=seed)\n"
+        "        return '<b>Say</b> ' + str(self.np_random.integers(1000)), {}\n\n"
+        "    def step(self, action):\n"
+        "        return '', float(len(action) > 3), True, False, {'success': action == 'no'}\n"
+    )
+    arguments = ["audit", "weak.py:Weak", "--tasks", "4", "--output", "seen"]
+    store = f"sqlite:///{tmp_path}/store.db"
+    with pytest.raises(SystemExit, match="1"):
+        main([*arguments, "--json", "--tracking-uri", store])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "seen/audit.json").read_text())
+    assert printed["sound"] is False
+    assert printed["facts"]["expert"].startswith("no")
+    assert len(printed["shown"]) == 3
+    assert "1. no success, with 100%" in next(iter(printed["shown"]))
+    rows = {row["name"]: row["share"] for row in printed["rows"]}
+    assert rows["empty"] == 0
+    assert rows["echo"] == 1
+    assert rows["trained on the reward"] == 1  # which has learned to be paid
+    page = (tmp_path / "seen/audit.html").read_text()
+    assert "&lt;b&gt;Say" in page
+    assert "<b>Say" not in page
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=store)
+    run = client.search_runs([client.get_experiment_by_name("gspo_env").experiment_id])[0]
+    assert run.data.metrics["audit/echo"] == 1
+    assert [f.path for f in client.list_artifacts(run.info.run_id, "audit")] == [
+        "audit/audit.html",
+        "audit/audit.json",
+    ]
+
+
+def test_the_same_audit_twice_is_the_same_and_one_more_is_allowed():
+    first, again = audit(Format, tasks=4), audit(Format, tasks=4)
+    assert (first.rows, first.findings) == (again.rows, again.findings)
+    assert {row.name for row in first.rows} > set(ATTACKERS)
+    allowed = {f.name: f.ok for f in audit(Format, tasks=4, allow=1.0).findings}
+    assert allowed["attackers"]
+    assert not allowed["success"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "env is ''; expected one, such as `gspo-env audit gspo/Lookup-v0`"),
+        (["gspo/Lookup-v0", "--tracking-uri", "x"], "tracking_uri needs --output"),
+        (["gspo/Lookup-v0", "--tasks", "0"], "tasks"),
+        (["gspo/Looup-v0"], "did you mean gspo/Lookup-v0"),
+    ],
+)
+def test_wrong_input_is_one_sentence(arguments, text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["audit", *arguments])
+    assert text in capsys.readouterr().err
+
+
+def test_numbers_out_of_range_are_refused():
+    with pytest.raises(ConfigError, match="tasks is 0, max_turns 16 and gold 1; expected"):
+        audit("gspo/Lookup-v0", tasks=0)
