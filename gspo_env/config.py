@@ -184,7 +184,7 @@ def with_score(config: Config, score: Score | None) -> Config:
 
 
 def check_estimator(config: Config) -> None:
-    """Rejects settings that do not go with the estimator.
+    """Rejects settings that do not go with the estimator, or have no effect.
 
     A config does not check this itself, because its fields may change one by one.
 
@@ -194,6 +194,12 @@ def check_estimator(config: Config) -> None:
         ModelError: Its teacher is not a model.
     """
     config.advantage.check()
+    power, staleness = getattr(config.loss, "clip_staleness", 0.0), config.supply.max_staleness
+    if power and not staleness:
+        raise ConfigError(
+            f"loss.clip_staleness is {power!r} and supply.max_staleness is {staleness!r}, so that "
+            "no token is stale; expected --clip-staleness 0, or --max-staleness of at least 1"
+        )
     if config.credit.score != "auto" and not config.advantage.uses_score:
         raise ConfigError(
             f"credit.score is {config.credit.score!r}, which the estimator "

@@ -532,6 +532,17 @@ class Episode:
         return np.array([p for turn in self.turns for p in turn.logprobs], dtype=np.float64)
 
     @property
+    def token_versions(self) -> IntArray:
+        """The version of the weights that sampled each token by turn, shape (N,)."""
+        runs = [
+            run
+            for turn in self.turns
+            for run in turn.weights_versions or ((turn.weights_version, len(turn.action_ids)),)
+        ]
+        versions, counts = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+        return np.repeat(versions, counts)
+
+    @property
     def model_tokens(self) -> int:
         """Number of sampled tokens, |y|."""
         return sum(len(turn.action_ids) for turn in self.turns)

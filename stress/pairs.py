@@ -113,6 +113,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "advantage.turn_weight": (1.0, 0.5),
     "advantage.step_weight": (1.0, 2.0),
     "loss.ratio_mean": (0.0, 1.0),
+    "loss.clip_staleness": (0.0, -1.0, 0.5),
     "loss.dual_clip": (0.0, 3.0),
     "loss.kl_coef": (0.0, 0.05),
     "loss.max_tokens": (1024, 7),

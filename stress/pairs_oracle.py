@@ -295,7 +295,7 @@ class Run:
             leaves = {n: w.requires_grad_() for n, w in masters.items()}
             rounded = {n: w + (self._rounded({n: w})[n] - w).detach() for n, w in leaves.items()}
             loss, observed = self._loss(
-                rounded, [trained[n] for n in part], [old[n] for n in part], credit
+                step, rounded, [trained[n] for n in part], [old[n] for n in part], credit
             )
             (loss + settings["observation_coef"] * observed).backward()
             gradients = {n: w.grad for n, w in leaves.items() if w.grad is not None}
@@ -377,7 +377,7 @@ class Run:
                 return
 
     def _loss(
-        self, leaves: Mapping[str, Tensor], records: Sequence[Any], old: Any, credit: Credit
+        self, step: int, leaves: Mapping[str, Tensor], records: Sequence[Any], old: Any, credit: Any
     ) -> tuple[Tensor, Tensor]:
         """Returns the loss of a minibatch, and its observation loss."""
         settings = self.settings["loss"]
@@ -408,17 +408,20 @@ class Run:
                 ref,
                 advantage,
                 turn,
+                torch.tensor(ages_of(r, step - 1))[keep],
             )
             if settings.get("kl_coef"):
                 log_q = (ref - lp).detach()
                 self.kl += (log_q.expm1() - log_q).tolist()
             self._check_ratios(r, settings, lp.detach(), own, engine, turn, keep)
+            same = (turn[:, None] == turn).sum(1)
             weight = {
                 "sequence_mean": 1 / counts[i] / episodes,
+                "turn_mean": 1 / same / len(set(turn.tolist())) / episodes,
                 "token_mean": 1 / tokens,
                 "token_sum": 1 / settings["max_tokens"] / episodes,
             }[settings["aggregation"]]
-            total = total - weight * values.sum()
+            total = total - (weight * values).sum()
         observed = torch.zeros((), dtype=torch.float64)
         if self.settings["learner"]["observation_coef"]:
             sequences = [
@@ -448,7 +451,7 @@ def ratios(settings: Mapping[str, Any], log_r: Tensor, turn: Tensor) -> Tensor:
 
 def objective(
     settings: Mapping[str, Any], staleness: int, lp: Tensor, own: Tensor, engine: Tensor,
-    ref: Tensor, advantage: Tensor, turn: Tensor,
+    ref: Tensor, advantage: Tensor, turn: Tensor, age: Tensor,
 ) -> Tensor:  # fmt: skip
     """Returns the objective of each token of one episode, with its gradient."""
     name = settings["name"]
@@ -473,9 +476,14 @@ def objective(
     power = settings["ratio_mean"]
     s = ratios(settings, log_r, turn)
     factor = s ** (1 - power) * (power * log_r).exp()
-    low, high, dual = 1 - settings["clip_low"], 1 + settings["clip_high"], settings["dual_clip"]
+    wider, dual = (1.0 + age) ** settings["clip_staleness"], settings["dual_clip"]
+    low, high = 1 - wider * settings["clip_low"], 1 + wider * settings["clip_high"]
+    positives = settings["positives"]
+    if positives == "unweighted":
+        factor = torch.where(advantage > 0, 1.0, factor)
     values = factor * carrier * advantage
-    clipped = torch.where(advantage > 0, s > high, (s < low) & (advantage < 0))
+    over = (s > high) & (positives == "clipped")
+    clipped = torch.where(advantage > 0, over, (s < low) & (advantage < 0))
     values = torch.where(clipped, s.clamp(low, high) * advantage, values)
     if dual:
         values = torch.where((advantage < 0) & (s > dual), dual * advantage, values)
@@ -493,6 +501,15 @@ def objective(
         values = values * float(abs(mean) <= cap)
     log_q = (ref - lp).clamp(-20, 20)
     return values - settings["kl_coef"] * (log_q.exp() - 1 - log_q)
+
+
+def ages_of(record: Any, version: int) -> list[int]:
+    """Returns how many updates ago each token was sampled."""
+    return [
+        version - v
+        for t in record.turns
+        for v in t.token_versions or [t.weights_version] * len(t.action_ids)
+    ]
 
 
 # -- contexts ------------------------------------------------------------------------------------

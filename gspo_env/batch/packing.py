@@ -46,9 +46,10 @@ def pack(
         "turn_N": turns[model],
         "advantages_N": np.concatenate([s.advantages for s in samples]).astype(np.float32),
     }
-    engine = [s.engine_logprobs for s in samples if s.engine_logprobs is not None]
-    if len(engine) == len(samples):
-        arrays["engine_logprobs_N"] = np.concatenate(engine).astype(np.float32)
+    for name, dtype in (("engine_logprobs", np.float32), ("ages", np.int64)):
+        values = [a for s in samples if (a := getattr(s, name)) is not None]
+        if len(values) == len(samples):
+            arrays[f"{name}_N"] = np.concatenate(values).astype(dtype)
     if tree:
         pairs = source * (int(tokens.max()) + 1) + target
         distinct, expand = np.unique(pairs, return_index=True, return_inverse=True)[1:]

@@ -25,6 +25,8 @@ class Sample:
     """(N,) of each model token."""
     engine_logprobs: FloatArray | None = None
     """(N,) as the engine reported them; None if unknown."""
+    ages: IntArray | None = None
+    """(N,) updates of the weights since each was sampled; None if unknown."""
     episode: int | None = None
     """Samples with the same number are sequences of one episode, which has one ratio and one
     weight; None is an episode of its own."""
@@ -38,7 +40,7 @@ class Sample:
         tokens, count = len(self.token_ids), int(self.mask.sum())
         if self.mask[:1].any():
             raise BatchError("the first token of a sample is sampled; expected a prompt before it")
-        arrays = {"advantages": self.advantages, "engine_logprobs": self.engine_logprobs}
+        arrays = {name: getattr(self, name) for name in ("advantages", "engine_logprobs", "ages")}
         sizes = {name: (len(a), count) for name, a in arrays.items() if a is not None}
         for name, (size, length) in {"turn_ids": (len(self.turn_ids), tokens), **sizes}.items():
             if size != length:
@@ -86,13 +88,17 @@ class PackedBatch:
     advantages_N: Tensor
     engine_logprobs_N: Tensor | None = None
     """None unless every sample has them."""
+    ages_N: Tensor | None = None
+    """None unless every sample has them."""
     distinct_M: Tensor | None = None
     """Index of each unique (position, target) pair; None if all are unique."""
     expand_N: Tensor | None = None
     """Index into `distinct_M` of each model token."""
 
 
-def to_samples(episodes: Sequence[Episode], advantages: Sequence[FloatArray]) -> list[Sample]:
+def to_samples(
+    episodes: Sequence[Episode], advantages: Sequence[FloatArray], version: int | None = None
+) -> list[Sample]:
     """Makes the training sequences of episodes; the samples of the i-th episode have the number i.
 
     The `token_advantages` and `token_mask` of a turn's `StepInfo` replace the estimator's.
@@ -101,17 +107,20 @@ def to_samples(episodes: Sequence[Episode], advantages: Sequence[FloatArray]) ->
         episodes: The episodes of an update.
         advantages: For each episode (K,), which every token of a turn gets, or (N,), of each
             sampled token by turn. If an episode has as many tokens as turns, the others decide.
+        version: The version of the weights that train, for `Sample.ages`.
     """
     pairs = list(zip(episodes, advantages, strict=True))
     by_token = any(len(values) == e.model_tokens != len(e.turns) for e, values in pairs)
     return [
         sample
         for number, (episode, values) in enumerate(pairs)
-        for sample in _samples(episode, values, by_token, number)
+        for sample in _samples(episode, values, by_token, number, version)
     ]
 
 
-def _samples(episode: Episode, advantages: FloatArray, by_token: bool, number: int) -> list[Sample]:
+def _samples(
+    episode: Episode, advantages: FloatArray, by_token: bool, number: int, version: int | None
+) -> list[Sample]:
     turns = episode.turns
     turn_N = np.repeat(np.arange(len(turns)), [len(turn.action_ids) for turn in turns])
     values_N = np.array(advantages, dtype=np.float64)
@@ -124,6 +133,7 @@ def _samples(episode: Episode, advantages: FloatArray, by_token: bool, number: i
         if turn.info.token_mask is not None:
             keep_N[turn_N == k] = turn.info.token_mask
     engine_N = episode.engine_logprobs
+    age_N = None if version is None else version - episode.token_versions
     samples = []
     for sequence in episode.sequences:
         model_places = np.flatnonzero(sequence.turn_ids >= 0)
@@ -138,6 +148,7 @@ def _samples(episode: Episode, advantages: FloatArray, by_token: bool, number: i
                 turn_ids=sequence.turn_ids,
                 advantages=values_N[in_order][keep],
                 engine_logprobs=engine_N[in_order][keep],
+                ages=None if age_N is None else age_N[in_order][keep],
                 episode=number,
                 observed=observed,
                 sampled=np.flatnonzero(in_order)[keep],

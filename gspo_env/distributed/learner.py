@@ -72,6 +72,7 @@ class ShardedLearner(Learner):
             turn_ids=np.array([-1, 0]),
             advantages=np.zeros(1),
             engine_logprobs=np.zeros(1),
+            ages=np.zeros(1, dtype=np.int64),
         )
         self._idle = Microbatch(row=self.pack([idle]), samples=(idle,))
 

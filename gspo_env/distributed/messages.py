@@ -18,7 +18,7 @@ from gspo_env.learner.stats import PassStats
 
 Message = tuple[dict[str, Any], dict[str, Tensor]]
 """A header in JSON, and tensors by name."""
-_ARRAYS = ("token_ids", "turn_ids", "advantages", "engine_logprobs", "observed")
+_ARRAYS = ("token_ids", "turn_ids", "advantages", "engine_logprobs", "ages", "observed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -372,6 +372,7 @@ class Learner:
             turn_N=row.turn_N,
             reference_logprobs_N=reference_N,
             engine_logprobs_N=row.engine_logprobs_N,
+            ages_N=row.ages_N,
             num_episodes=len(row.episodes),
             num_turns=row.num_turns,
             episodes=minibatch.episodes,

@@ -6,6 +6,7 @@ PyTorch is imported when a loss is computed, so that configs and `--help` stay f
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to this size before `exp`, so that no ratio overflows."""
 RatioLevel = Literal["sequence", "turn", "token"]
-Aggregation = Literal["sequence_mean", "token_mean", "token_sum"]
+Aggregation = Literal["sequence_mean", "turn_mean", "token_mean", "token_sum"]
 Correction = Literal["none", "truncated", "mask"]
 OldLogprobs = Literal["trainer", "engine"]
 
@@ -66,6 +67,8 @@ class LossInput:
     """Log-probabilities by the reference; None unless the loss needs them."""
     engine_logprobs_N: Tensor | None
     """Log-probabilities as the engine reported them; None if unknown."""
+    ages_N: Tensor | None = None
+    """Updates of the weights since each token was sampled; None if unknown."""
     num_episodes: int
     """Episodes of this microbatch."""
     num_turns: int
@@ -114,9 +117,10 @@ class AggregationSettings:
     """How a loss reduces the objectives of tokens to one number."""
 
     aggregation: Aggregation = "sequence_mean"
-    """Mean over an episode's tokens, then over episodes; mean over all tokens of a minibatch
-    (DAPO, arXiv 2503.14476); or sum over tokens divided by `max_tokens`, then mean over episodes
-    (Dr. GRPO, arXiv 2503.20783)."""
+    """Mean over an episode's tokens, then over episodes; mean over a turn's tokens, then over the
+    episode's turns, then over episodes (FACTOR, arXiv 2608.07118); mean over all tokens of a
+    minibatch (DAPO, arXiv 2503.14476); or sum over tokens divided by `max_tokens`, then mean over
+    episodes (Dr. GRPO, arXiv 2503.20783)."""
     max_tokens: Annotated[int, Ge(1)] = 1024
     """The constant that `token_sum` divides by, such as the most tokens of an episode. The other
     aggregations ignore it."""
@@ -136,6 +140,12 @@ class ClipSettings(AggregationSettings):
     ratios of a tiny model move further."""
     clip_high: Annotated[float, Ge(0)] = 4e-4
     """The ratio's upper bound is 1 + clip_high."""
+    positives: Literal["clipped", "unclipped", "unweighted"] = "clipped"
+    """Tokens with an advantage above 0: their ratio is clipped above, or has no upper bound, or
+    counts as 1, as in UP-GRPO. The clip of negative advantages stays."""
+    clip_staleness: Annotated[float, Interval(ge=-3, le=3)] = 0.0
+    """Power a: `clip_low` and `clip_high` are multiplied by (1 + age)^a, where the age of a token
+    is the number of updates since it was sampled. Below 0, stale tokens have a narrower range."""
     dual_clip: Annotated[float, Ge(0)] = 0.0
     """The ratio's upper bound for negative advantages, above 1 + clip_high; 0 sets none."""
     kl_coef: Annotated[float, Ge(0)] = 0.0
@@ -193,8 +203,9 @@ class ClippedLoss(ClipSettings, Loss):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """The bounds of the ratio."""
-        return 1 - self.clip_low, 1 + self.clip_high
+        """The bounds of the ratio, for tokens of the newest weights."""
+        high = 1 + self.clip_high if self.positives == "clipped" else math.inf
+        return 1 - self.clip_low, high
 
     def mismatch_weights(self, inputs: LossInput) -> Tensor | None:
         """Returns the weight (N,) of each token's objective; None if all are 1."""
@@ -223,6 +234,7 @@ class ClippedLoss(ClipSettings, Loss):
             num_turns=inputs.num_turns,
             reference_logprobs_N=inputs.reference_logprobs_N,
             importance_weights_N=self.mismatch_weights(inputs),
+            ages_N=inputs.ages_N,
             normaliser=inputs.tokens if self.aggregation == "token_mean" else inputs.episodes,
             **{f.name: getattr(self, f.name) for f in fields(ClipSettings)},
         )
@@ -272,6 +284,7 @@ def packed_policy_loss(
     num_turns: int | None = None,
     reference_logprobs_N: Tensor | None = None,
     importance_weights_N: Tensor | None = None,
+    ages_N: Tensor | None = None,
     normaliser: float | None = None,
     **options: Any,
 ) -> ObjectiveOutput:
@@ -292,7 +305,8 @@ def packed_policy_loss(
 
     Source:
         arXiv 2507.18071, eq. 5, 7, 13 and 14; dual clip: arXiv 1912.09729; `token_mean`:
-        arXiv 2503.14476; `token_sum`: arXiv 2503.20783; `ratio_mean`: arXiv 2605.12058, eq. 1 to 3.
+        arXiv 2503.14476; `token_sum`: arXiv 2503.20783; `ratio_mean`: arXiv 2605.12058, eq. 1 to 3;
+        `turn_mean`, `positives` and `clip_staleness`: the equations of docs/learner.md.
     """
     settings = ClipSettings(**options)
     check_shapes(
@@ -303,6 +317,7 @@ def packed_policy_loss(
         turn_ids_N=turn_ids_N,
         reference_logprobs_N=reference_logprobs_N,
         importance_weights_N=importance_weights_N,
+        ages_N=ages_N,
     )
     check_ids("sequence_ids_N", sequence_ids_N, num_sequences)
     segments_N, count = _segments(
@@ -312,11 +327,13 @@ def packed_policy_loss(
     lp_N, adv_N = logprobs_N.to(dtype), advantages_N.detach().to(dtype)
     log_ratio_N = lp_N.detach() - old_logprobs_N.detach().to(dtype)
     log_s_N, log_carrier_N = _log_ratios(log_ratio_N, segments_N, count, settings.ratio_mean)
+    if settings.positives == "unweighted":
+        log_carrier_N = log_carrier_N.masked_fill(adv_N > 0, 0.0)
     # a carrier has the gradient of its own token's log-probability; the difference comes first,
     # because (carrier + lp) - lp would round the carrier to the precision of lp
     carrier_N = ((lp_N - lp_N.detach()) + log_carrier_N).exp()
     ratio_N = log_s_N.exp()
-    objective_N, clipped_N = _clipped_objective(ratio_N, carrier_N, adv_N, settings)
+    objective_N, clipped_N = _clipped_objective(ratio_N, carrier_N, adv_N, settings, ages_N)
     if importance_weights_N is not None:
         objective_N = objective_N * importance_weights_N.detach().to(dtype)
     kl_N = None
@@ -329,7 +346,8 @@ def packed_policy_loss(
         raise BatchError(
             f"kl_coef is {settings.kl_coef!r} without reference_logprobs; expected both or neither"
         )
-    mean = aggregate(objective_N, sequence_ids_N, num_sequences, settings, normaliser)
+    turns = (turn_ids_N, num_turns)
+    mean = aggregate(objective_N, sequence_ids_N, num_sequences, settings, normaliser, *turns)
     return ObjectiveOutput(loss=-mean, ratio=ratio_N, clipped=clipped_N, kl=kl_N)
 
 
@@ -355,7 +373,10 @@ def _segments(
     if ratio_level == "sequence":
         return sequence_ids_N, num_sequences
     if turn_ids_N is None:
-        raise BatchError("ratio_level is 'turn' without turn_ids; expected the turn of each token")
+        raise BatchError(
+            "ratio_level is 'turn' or aggregation 'turn_mean' without turn_ids; expected the turn "
+            "of each token"
+        )
     check_ids("turn_ids_N", turn_ids_N, num_turns)
     turns = num_turns
     if turns is None:
@@ -399,11 +420,21 @@ def segment_sizes(segments_N: Tensor, count: int) -> Tensor:
 
 
 def _clipped_objective(
-    ratio_N: Tensor, carrier_N: Tensor, adv_N: Tensor, settings: ClipSettings
+    ratio_N: Tensor,
+    carrier_N: Tensor,
+    adv_N: Tensor,
+    settings: ClipSettings,
+    ages_N: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Computes min(s A, clip(s) A) with the carrier's gradient, and whether the clip blocks it."""
     low, high, dual_clip = 1 - settings.clip_low, 1 + settings.clip_high, settings.dual_clip
-    clipped_N = ((adv_N > 0) & (ratio_N > high)) | ((adv_N < 0) & (ratio_N < low))
+    if power := settings.clip_staleness:
+        if ages_N is None:
+            raise BatchError(f"clip_staleness is {power!r} without ages; expected both or neither")
+        factor_N = (1 + ages_N.to(ratio_N.dtype)) ** power
+        low, high = 1 - settings.clip_low * factor_N, 1 + settings.clip_high * factor_N
+    above_N = (adv_N > 0) & (ratio_N > high) & (settings.positives == "clipped")
+    clipped_N = above_N | ((adv_N < 0) & (ratio_N < low))
     objective_N = ratio_N.clamp(low, high).where(clipped_N, carrier_N) * adv_N
     if dual_clip:
         above_N = (adv_N < 0) & (ratio_N > dual_clip)
@@ -424,6 +455,8 @@ def aggregate(
     num_sequences: int,
     settings: AggregationSettings,
     normaliser: float | None,
+    turn_ids_N: Tensor | None = None,
+    num_turns: int | None = None,
 ) -> Tensor:
     """Reduces the objectives of all tokens to one number."""
     if normaliser is not None and not normaliser > 0:
@@ -434,8 +467,14 @@ def aggregate(
     count = (lengths_B > 0).sum().clamp(min=1) if normaliser is None else normaliser
     if settings.aggregation == "token_sum":
         return objective_N.sum() / settings.max_tokens / count
-    weight_N = lengths_B.clamp(min=1).to(objective_N.dtype).reciprocal()[sequence_ids_N]
-    return (objective_N * weight_N).sum() / count
+    if settings.aggregation == "turn_mean":
+        turns_N, size = _segments(sequence_ids_N, num_sequences, "turn", turn_ids_N, num_turns)
+        lengths_S = segment_sizes(turns_N, size)
+        turns_B = (lengths_S.view(num_sequences, size // max(num_sequences, 1)) > 0).sum(1)
+        divisor_N = lengths_S[turns_N] * turns_B[sequence_ids_N]
+    else:
+        divisor_N = lengths_B[sequence_ids_N]
+    return (objective_N * divisor_N.to(objective_N.dtype).reciprocal()).sum() / count
 
 
 def check_shapes(shape: tuple[int, ...], **tensors: Tensor | None) -> None:

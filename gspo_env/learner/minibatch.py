@@ -150,6 +150,7 @@ def _tokens_of_episodes(
     places_N = torch.from_numpy(places).to(device)
     logprobs_N = inputs.logprobs_N[places_N].detach()
     engine_N, reference_N = inputs.engine_logprobs_N, inputs.reference_logprobs_N
+    ages_N = inputs.ages_N
     return replace(
         inputs,
         logprobs_N=logprobs_N,
@@ -159,6 +160,7 @@ def _tokens_of_episodes(
         turn_N=inputs.turn_N[places_N],
         reference_logprobs_N=None if reference_N is None else logprobs_N,
         engine_logprobs_N=None if engine_N is None else engine_N[places_N],
+        ages_N=None if ages_N is None else ages_N[places_N],
     )
 
 

@@ -58,7 +58,8 @@ class WeightedLoss(AggregationSettings, Loss):
         # the carrier pi / sg[pi] is 1 and has the gradient of log pi
         objective_N = weight_N * inputs.advantages_N.detach() * (lp_N - lp_N.detach()).exp()
         count = inputs.tokens if self.aggregation == "token_mean" else inputs.episodes
-        mean = aggregate(objective_N, inputs.episode_N, inputs.num_episodes, self, count)
+        turns = (inputs.turn_N, inputs.num_turns)
+        mean = aggregate(objective_N, inputs.episode_N, inputs.num_episodes, self, count, *turns)
         return ObjectiveOutput(loss=-mean, ratio=log_ratio_N.exp(), clipped=weight_N == 0)
 
 

@@ -22,6 +22,7 @@ def policy_loss(
     episode_ids: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
     importance_weights: Tensor | None = None,
+    ages: Tensor | None = None,
     **options: Any,
 ) -> ObjectiveOutput:
     """Computes the loss of `packed_policy_loss` for padded sequences.
@@ -32,8 +33,8 @@ def policy_loss(
 
     Shapes:
         logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); turn_ids,
-        reference_logprobs, importance_weights: (B, T) if given; episode_ids: (B,) in [0, B) if
-        given.
+        reference_logprobs, importance_weights, ages: (B, T) if given; episode_ids: (B,) in [0, B)
+        if given.
 
     Raises:
         BatchError: Shapes do not fit together.
@@ -55,6 +56,7 @@ def policy_loss(
         turn_ids=turn_ids,
         reference_logprobs=reference_logprobs,
         importance_weights=importance_weights,
+        ages=ages,
     )
     rows_N = mask.nonzero()[:, 0]
     output = packed_policy_loss(
@@ -66,6 +68,7 @@ def policy_loss(
         turn_ids_N=None if turn_ids is None else turn_ids[mask],
         reference_logprobs_N=None if reference_logprobs is None else reference_logprobs[mask],
         importance_weights_N=None if importance_weights is None else importance_weights[mask],
+        ages_N=None if ages is None else ages[mask],
         **options,
     )
 

@@ -316,7 +316,8 @@ class Loop:
             for g, (episode, values) in enumerate(zip(group.episodes, rows, strict=True))
             if episode.turns and not episode.failed and (keep_cut or not episode.truncated)
         ]
-        samples = to_samples([e for _, e, _ in trained], [values for _, _, values in trained])
+        rows = [values for _, _, values in trained]
+        samples = to_samples([episode for _, episode, _ in trained], rows, self.step)
         return [sample for sample in samples if sample.mask.any()], [place for place, *_ in trained]
 
     async def _evaluate(self) -> Sequence[Group]:

@@ -60,7 +60,8 @@ class Enumeration:
         estimator: The estimator; the scale `batch` divides by the deviation of a batch of groups.
         group_size: Episodes of a group, G.
         aggregation: How the loss reduces the tokens of an episode; not `token_mean`, whose
-            denominator is the number of tokens of a whole minibatch.
+            denominator is the number of tokens of a whole minibatch. `turn_mean` is
+            `sequence_mean`, since all turns have as many tokens.
 
     Raises:
         ConfigError: The aggregation is `token_mean`, or there are more than `MOST_GROUPS` groups.
@@ -111,7 +112,7 @@ class Enumeration:
             group = Group(task=TASK, episodes=tuple(episodes[i] for i in members))
             for i, row in zip(members, estimator.advantages(group), strict=True):
                 # the advantage of a turn weighs each of its tokens, and 1/|y| is 1 / (K tokens)
-                turns = len(row) if self.aggregation == "sequence_mean" else 1
+                turns = 1 if self.aggregation == "token_sum" else len(row)
                 share = row / (size * turns * self.problem.tokens)
                 np.add.at(self.weight_ME[m], self.kinds[i], share)
                 np.add.at(self.square_ME[m], self.kinds[i], share**2)

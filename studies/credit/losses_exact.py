@@ -105,17 +105,27 @@ class AllGroups:
         self.tokens_6N, self.advantages_N = np.array(tokens).T, np.array(advantages)
 
     def direction(
-        self, loss: Loss | Centred, policy: FloatArray, old: FloatArray, engine: FloatArray
+        self,
+        loss: Loss | Centred,
+        policy: FloatArray,
+        old: FloatArray,
+        engine: FloatArray,
+        age: int = 0,
     ) -> Direction:
         """Compares the expected update with the true gradient of a policy; see `updates`."""
-        chance_M, updates_MD = self.updates(loss, policy, old, engine)
+        chance_M, updates_MD = self.updates(loss, policy, old, engine, age)
         mean_D = chance_M @ updates_MD
         noise = float(chance_M @ ((updates_MD - mean_D) ** 2).sum(1))
         square = float(mean_D @ mean_D) + noise / GROUPS
         return direction_of(mean_D, square, true_gradient(self.problem, policy)[0].ravel())
 
     def updates(
-        self, loss: Loss | Centred, policy: FloatArray, old: FloatArray, engine: FloatArray
+        self,
+        loss: Loss | Centred,
+        policy: FloatArray,
+        old: FloatArray,
+        engine: FloatArray,
+        age: int = 0,
     ) -> tuple[FloatArray, FloatArray]:
         """Returns the probability of each group (M,), and its update of all logits (M, D).
 
@@ -124,6 +134,7 @@ class AllGroups:
             policy: Logits of the policy that trains.
             old: Logits of pi_old.
             engine: Logits of the policy that sampled.
+            age: How many updates ago it sampled.
         """
         m_N, episode_N, turn_N, *place = self.tokens_6N
         chances = probabilities(self.problem, engine)[1]
@@ -147,6 +158,7 @@ class AllGroups:
             turn_N=torch.tensor(turn_N),
             reference_logprobs_N=None,
             engine_logprobs_N=engine_N,
+            ages_N=torch.full_like(torch.tensor(turn_N), age),
             num_episodes=self.groups_MG.size,
             num_turns=int(turn_N.max()) + 1,
             episodes=self.size,

@@ -32,7 +32,8 @@ from studies.credit.enumeration import Enumeration
 from studies.credit.exact import Problem, pay_once, paying_turns, true_gradient
 from studies.credit.losses_exact import AllGroups
 
-AGGREGATIONS = tuple(a for a in get_args(Aggregation) if a != "token_mean")
+AGGREGATIONS = tuple(a for a in get_args(Aggregation) if a not in ("token_mean", "turn_mean"))
+"""The mean over turns is that over tokens here, since every turn has one token."""
 TURNS, SIZES = (2, 3, 4), (2, 4, 8)
 PAYS, STOPPING = (0.0, 0.1, 0.2, 0.5), (0.0, 0.1, 0.2, 0.5)
 CHANCES = (0.2, 0.5, 0.8)

@@ -86,6 +86,8 @@ def test_importance_weights():
         ({"mask": torch.ones(4, 12)}, "mask has dtype"),
         ({"clip_low": 1.0}, "clip_low is 1.0"),
         ({"kl_coef": 0.1}, "without reference_logprobs"),
+        ({"aggregation": "turn_mean", "turn_ids": None}, "without turn_ids"),
+        ({"clip_staleness": 1.0}, "without ages"),
         ({"old_logprobs": torch.zeros(4, 3)}, r"old_logprobs has shape \(4, 3\)"),
         ({"advantages": torch.zeros(3)}, r"advantages has shape \(3,\)"),
         ({"ratio_level": "turn", "turn_ids": torch.full((4, 12), -1)}, "turn_ids_N spans -1"),
@@ -96,7 +98,7 @@ def test_impossible_input_is_named(change, message):
         policy_loss(**{**batch(9), **change})
 
 
-AGGREGATIONS = ["sequence_mean", "token_mean", "token_sum"]
+AGGREGATIONS = ["sequence_mean", "turn_mean", "token_mean", "token_sum"]
 # two sequences of 1 and 3 tokens, ratios 2, 1, 1 and 8, advantages 1 and -1
 RATIOS = [[2.0, 1.0, 1.0], [1.0, 1.0, 8.0]]
 MASK = [[True, False, False], [True, True, True]]
@@ -108,6 +110,8 @@ def case(advantages=(1.0, -1.0)):
         "old_logprobs": torch.full((2, 3), -3.0, dtype=torch.float64),
         "advantages": torch.tensor(advantages, dtype=torch.float64),
         "mask": torch.tensor(MASK),
+        "turn_ids": torch.tensor([[0, -1, -1], [0, 2, 2]]),
+        "ages": torch.tensor([[3, 0, 0], [0, 1, 1]]),
     }
 
 
@@ -119,6 +123,13 @@ wide = partial(learners.batch, rows=4, length=9, spread=0.4)
     [
         # (2 / 1 - (1 + 1 + 8) / 3) / 2
         ({}, 2 / 3, [[-1, 0, 0], [1 / 6, 1 / 6, 8 / 6]]),
+        # the turns of the second have 1 and 2 tokens: (2 - (1 + (1 + 8) / 2) / 2) / 2
+        ({"aggregation": "turn_mean"}, 3 / 8, [[-1, 0, 0], [1 / 4, 1 / 8, 1]]),
+        # the range of the first token is 1.5 * (1 + 3)^-1 above 1, so that 2 counts as 1.375
+        ({"clip_staleness": -1.0}, (10 / 3 - 1.375) / 2, [[0, 0, 0], [1 / 6, 1 / 6, 8 / 6]]),
+        # no bound for the advantage above 0, or its ratio counts as 1
+        ({"clip_high": 0.5, "positives": "unclipped"}, 2 / 3, [[-1, 0, 0], [1 / 6, 1 / 6, 8 / 6]]),
+        ({"positives": "unweighted"}, 7 / 6, [[-0.5, 0, 0], [1 / 6, 1 / 6, 8 / 6]]),
         # (2 - 10) / 4
         ({"aggregation": "token_mean"}, 2.0, [[-0.5, 0, 0], [0.25, 0.25, 2.0]]),
         # (2 - 10) / 5 / 2
@@ -161,19 +172,35 @@ def test_extreme_log_ratios_stay_finite_and_keep_their_mean(power):
     seed=st.integers(0, 2**32 - 1),
     power=st.sampled_from([-2.0, 0.0, 0.01, 0.5, 1.0, 3.0]),
     dual=st.sampled_from([0.0, 1.5]),
+    positives=st.sampled_from(["clipped", "unclipped", "unweighted"]),
+    staleness=st.sampled_from([0.0, -2.0, 1.0]),
 )
-def test_loss_and_gradient_are_those_of_the_reference(aggregation, level, seed, power, dual):
+def test_loss_and_gradient_are_those_of_the_reference(
+    aggregation, level, seed, power, dual, positives, staleness
+):
     inputs = wide(seed)
+    ages = np.random.default_rng(seed).integers(0, 4, inputs["mask"].shape)
+    inputs["ages"] = torch.tensor(ages)
     inputs["reference_logprobs"] = inputs["old_logprobs"] + 0.1
     power = 0.0 if level == "token" else power
     options = {"ratio_level": level, "aggregation": aggregation, "max_tokens": 7, "kl_coef": 0.3}
     options |= {"ratio_mean": power, "dual_clip": dual, "clip_low": 0.1, "clip_high": 0.2}
+    options |= {"positives": positives, "clip_staleness": staleness}
     output, gradient = evaluate(inputs, **options)
     expected = reference.policy_loss(**{k: v.numpy() for k, v in inputs.items()}, **options)
     np.testing.assert_allclose(output.loss.item(), expected.loss, atol=1e-11)
     np.testing.assert_allclose(gradient, expected.gradient, atol=1e-11)
     np.testing.assert_allclose(output.ratio, expected.ratio, rtol=1e-11)
     np.testing.assert_array_equal(output.clipped, expected.clipped)
+
+
+def test_a_range_for_stale_tokens_is_that_of_a_new_one_at_age_0_whatever_the_power():
+    inputs = wide(3) | {"ages": torch.zeros(4, 9, dtype=torch.int64)}
+    plain, slopes = evaluate(inputs, clip_low=0.1, clip_high=0.2)
+    for power in (-2.0, 3.0):
+        same, gradient = evaluate(inputs, clip_low=0.1, clip_high=0.2, clip_staleness=power)
+        assert torch.equal(same.loss, plain.loss)
+        assert torch.equal(gradient, slopes)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

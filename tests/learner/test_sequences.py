@@ -36,6 +36,8 @@ def episode_of(rng, parents, vocabulary=200, most=12):
                 action_ids=tuple(action),
                 logprobs=in_float32(np.log(rng.uniform(0.7, 1.4, len(action))) - 5.3),
                 reward=float(rng.standard_normal()),
+                weights_version=2,
+                weights_versions=((2, 1), (4, len(action) - 1)) if len(action) > 5 else (),
             )
         )
     return episode(*played)
@@ -90,6 +92,12 @@ def by_token(played, values):
     return [np.repeat(v, n) for v, n in zip(values, sizes, strict=True)]
 
 
+def ages_of(turn):
+    """At version 4; the weights changed after the first token of a long action."""
+    count = len(turn.action_ids)
+    return [2] * count if count <= 5 else [2, *[0] * (count - 1)]
+
+
 LOSSES = {
     "gspo": GSPO(clip_low=0.1, clip_high=0.1, old_logprobs="engine"),
     "turn": GSPO(ratio_level="turn", clip_low=0.1, clip_high=0.1, old_logprobs="engine"),
@@ -97,6 +105,8 @@ LOSSES = {
     "mean": GSPO(clip_low=0.1, clip_high=0.1, ratio_mean=0.5, old_logprobs="engine"),
     "sum": DrGRPO(ratio_level="sequence", old_logprobs="engine", max_tokens=50),
     "dapo": GSPO(clip_low=0.1, clip_high=0.1, aggregation="token_mean", old_logprobs="engine"),
+    "turn_mean": GSPO(clip_low=0.1, clip_high=0.1, aggregation="turn_mean", old_logprobs="engine"),
+    "stale": GRPO(clip_low=0.3, clip_staleness=-1.0, positives="unclipped", old_logprobs="engine"),
     "kl": GSPO(clip_low=0.1, clip_high=0.1, kl_coef=0.3, old_logprobs="engine"),
 }
 
@@ -109,7 +119,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_likelihood_of_whole_episodes
     loss, played = LOSSES[name], episodes()
     values = credit(played)
     learner = learner_of(model, loss, microbatch_tokens=tokens)
-    found, metrics = gradients(learner, to_samples(played, values))
+    found, metrics = gradients(learner, to_samples(played, values, version=4))
 
     plain = copy.deepcopy(model).double()
     plain.set_attn_implementation("sdpa")
@@ -117,12 +127,14 @@ def test_the_loss_and_its_gradient_are_those_of_the_likelihood_of_whole_episodes
     rows = [p.detach().numpy() for p in logprobs]
     options = {k: getattr(loss, k) for k in ("ratio_level", "ratio_mean", "clip_low", "clip_high")}
     options |= {k: getattr(loss, k) for k in ("aggregation", "max_tokens", "kl_coef")}
+    options |= {k: getattr(loss, k) for k in ("positives", "clip_staleness")}
     expected = reference_loss(
         as_rows(played, rows),
         as_rows(played, [e.engine_logprobs for e in played]),
         as_rows(played, by_token(played, values)),
         as_rows(played, [np.ones(e.model_tokens) for e in played]).astype(bool),
         turn_ids=as_rows(played, by_token(played, [range(len(e.turns)) for e in played])),
+        ages=as_rows(played, [[a for t in e.turns for a in ages_of(t)] for e in played]),
         **options,
     )
     assert metrics["train/loss"] == pytest.approx(expected.loss, abs=1e-10)

@@ -39,6 +39,7 @@ def policy_loss(
     turn_ids: ArrayLike | None = None,
     reference_logprobs: ArrayLike | None = None,
     importance_weights: ArrayLike | None = None,
+    ages: ArrayLike | None = None,
     **options: Any,
 ) -> ReferenceOutput:
     """Computes the clipped loss and its gradient, token by token.
@@ -64,15 +65,17 @@ def policy_loss(
     ratio = _ratio(new - old, keep, turns, settings)
     token_ratio = np.exp(np.clip(new - old, -20, 20), where=keep, out=np.ones(new.shape))
     rho = _or(importance_weights, np.ones(new.shape))
-    ref = _or(reference_logprobs, new)
+    ref, age = _or(reference_logprobs, new), _or(ages, np.zeros(new.shape))
     gradient, kl = np.zeros(new.shape), np.zeros(new.shape)
     clipped = np.zeros(new.shape, np.bool_)
     objective = 0.0
     for i, t in np.argwhere(keep):
-        weight = _weight(keep, i, settings)
+        weight = _weight(keep, i, t, turns, settings)
         s, a = ratio[i, t], adv[i, t]
-        bound = _bound(s, a, settings)
+        bound = _bound(s, a, settings, (1 + age[i, t]) ** settings.clip_staleness)
         carrier = s ** (1 - settings.ratio_mean) * token_ratio[i, t] ** settings.ratio_mean
+        if settings.positives == "unweighted" and a > 0:
+            carrier = 1.0
         clipped[i, t] = bound is not None
         value = carrier * a if bound is None else bound * a
         log_r = np.clip(ref[i, t] - new[i, t], -20, 20)
@@ -103,9 +106,15 @@ def _or(values: ArrayLike | None, default: FloatArray) -> FloatArray:
     return default if values is None else np.asarray(values, np.float64)
 
 
-def _weight(keep: BoolArray, i: int, settings: ClipSettings) -> float:
-    """Returns the weight of a token of sequence i in the loss."""
+def _weight(
+    keep: BoolArray, i: int, t: int, turns: IntArray | None, settings: ClipSettings
+) -> float:
+    """Returns the weight of token t of sequence i in the loss."""
     sequences = int(keep.any(axis=1).sum())
+    if settings.aggregation == "turn_mean":
+        assert turns is not None
+        own = turns[i, keep[i]]
+        return float(1 / ((own == turns[i, t]).sum() * len(set(own.tolist())) * sequences))
     counts = {
         "sequence_mean": keep[i].sum() * sequences,
         "token_mean": keep.sum(),
@@ -114,11 +123,13 @@ def _weight(keep: BoolArray, i: int, settings: ClipSettings) -> float:
     return float(1 / counts[settings.aggregation])
 
 
-def _bound(s: float, a: float, settings: ClipSettings) -> float | None:
+def _bound(s: float, a: float, settings: ClipSettings, widening: float) -> float | None:
     """Returns the bound that replaces s in min(s a, clip(s) a), or None if s itself stays."""
     if settings.dual_clip and a < 0 and s > settings.dual_clip:
         return settings.dual_clip
-    bounded = min(max(s, 1 - settings.clip_low), 1 + settings.clip_high)
+    if settings.positives != "clipped" and a > 0:
+        return None
+    bounded = min(max(s, 1 - widening * settings.clip_low), 1 + widening * settings.clip_high)
     return bounded if bounded * a < s * a else None
 
 

@@ -7,6 +7,7 @@ import copy
 import json
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,12 @@ from gspo_env.model.adapters import add_adapter
 from support import architectures
 from support.learners import sample_of
 
-LOSSES = {"GSPO": GSPO, "GRPO": GRPO, "DrGRPO": DrGRPO}
+LOSSES: dict[str, Any] = {
+    **{"GSPO": GSPO, "GRPO": GRPO, "DrGRPO": DrGRPO},
+    "stale turns": partial(
+        GRPO, aggregation="turn_mean", clip_low=0.01, clip_high=0.01, clip_staleness=-1.0
+    ),
+}
 PLAIN = {
     "minibatches": 1,
     "warmup_steps": 0,
@@ -43,6 +49,11 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped": {"config": {"max_grad_norm": 0.5}},
     "token loss": {"loss": "GRPO"},
     "constant length": {"loss": "DrGRPO"},
+    "a mean of each turn, a clip by age": {
+        "loss": "stale turns",
+        "updates": 2,
+        "config": {"minibatches": 2, "learning_rate": 0.1},
+    },
     "episodes of several sequences over several rows": {"sequences": 3, "updates": 2},
     "minibatches, reference": {
         "kl": 0.1,
@@ -78,12 +89,13 @@ def samples_of(count: int, sequences: int, infinite: bool) -> list[Sample]:
     found = []
     for n in range(count * sequences):
         length = int(rng.integers(5, 45))
-        turns = np.where(rng.random(length) < 0.5, 0, -1)
-        turns[0], turns[-1] = -1, 0
+        turns = np.where(rng.random(length) < 0.5, np.arange(length) // 8, -1)
+        turns[0], turns[-1] = -1, length // 8
+        ages = np.arange(int((turns >= 0).sum())) % 3
         fields = {"advantages": np.full((turns >= 0).sum(), np.inf)} if infinite and n == 0 else {}
         episode = n // sequences if sequences > 1 else None
         tokens = rng.integers(1, 97, length)
-        found.append(sample_of(rng, tokens, turns, episode=episode, **fields))
+        found.append(sample_of(rng, tokens, turns, episode=episode, ages=ages, **fields))
     return found
 
 
