@@ -30,6 +30,7 @@ BUILTIN: dict[str, dict[str, str]] = {
         "group_gae": "gspo_env.credit.turn_estimators:GroupGAE",
         "normalize_then_accumulate": "gspo_env.credit.turn_estimators:NormalizeThenAccumulate",
         "outcome": "gspo_env.credit.estimators:Outcome",
+        "parts": "gspo_env.credit.parts:Parts",
         "returns_to_go": "gspo_env.credit.estimators:ReturnsToGo",
         "turn_plus_outcome": "gspo_env.credit.turn_estimators:TurnPlusOutcome",
     },

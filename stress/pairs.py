@@ -86,7 +86,11 @@ ARGUMENTS = {
             {"hint": "solution"},
             {"teacher": "teacher", "credit": 0.5, "gamma": 0.9, "weight": 0.5},
             {"hint": "solution", "credit": 1.0, "estimator": "gigpo", "turn_steps": 2},
-        )
+        ),
+        "parts": (
+            {"weights": {"reward": 1.0, "even": 0.5, "tokens": -0.2}},
+            {"weights": {"reward": 1.0, "even": -1.0}, "estimator": "gigpo"},
+        ),
     },
     "curriculum": {"ladder": ({"option": "level", "success": 0.1, "window": 1},)},
     "compaction": {"summary": ({"instruction": "Say a word.", "summary_tokens": 6},)},
@@ -139,7 +143,7 @@ CONSTANT = {
     ),
     "curriculum": "share decay option values success window",
     "compaction": "instruction summary_tokens",
-    "advantage": "teacher hint weight turn_steps credit estimator",
+    "advantage": "teacher hint weight weights turn_steps credit estimator",
 }
 """Settings that stay as they are: sizes whose value does not choose another computation, what says
 where a run is played and kept, and those that `ENVIRONMENTS` and `ARGUMENTS` have."""

@@ -88,8 +88,9 @@ class Both(Words):
     turns = 2
 
     def info(self, action: str, done: bool) -> dict[str, Any]:
-        """Returns the outcome at a terminal state."""
-        return {"episodic_reward": 2 * pay(action)} if done else {}
+        """Returns the outcome at a terminal state, and a part of the reward for most texts."""
+        parts = {"even": pay(action[::-1])} if pay(action) else {}
+        return {"reward_parts": parts, **({"episodic_reward": 2 * pay(action)} if done else {})}
 
 
 class Masked(Words):

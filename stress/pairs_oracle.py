@@ -13,6 +13,7 @@ import math
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -827,6 +828,18 @@ def compare(settings: Mapping[str, Any], episodes: Sequence[Any], score: str) ->
         result = [to_go(row, gamma) for row in rows]
         if settings["root"]:
             result = [row / np.sqrt(np.arange(len(row), 0, -1)) for row in result]
+    elif name == "parts":
+        result = [np.zeros(len(r.turns)) for r in episodes]
+        for part, weight in settings["weights"].items():
+            values = [part_of(r, part, row) for r, row in zip(episodes, rewards, strict=True)]
+            rated = [i for i in range(n) if values[i] is not None]
+            own = {"scale": "std" if settings["normalize"] else "none", "ddof": ddof}
+            own |= {"name": settings["estimator"], "gamma": 1.0, "step_weight": 1.0}
+            shown = [with_rewards(episodes[i], values[i]) for i in rated]
+            for i, row in zip(
+                rated, compare(own, shown, "turns") if len(rated) > 1 else [], strict=False
+            ):
+                result[i] = result[i] + weight * row
     elif name == "group_gae":
         result = gae(settings, episodes, rewards, returns, states, baseline, score, least)
         pooled = np.concatenate(result)
@@ -880,6 +893,22 @@ def rewards_of(record: Any, score: str) -> np.ndarray:
     if score == "outcome" or (score == "sum" and record.own_outcome):
         values[-1] += record.outcome
     return values
+
+
+def part_of(record: Any, part: str, rewards: Any) -> Any:
+    """Returns the part of the reward of each turn; None if no turn has it."""
+    if part == "reward":
+        return rewards
+    if part == "tokens":
+        return [len(t.action_ids) for t in record.turns]
+    parts = [json.loads(t.reward_parts or "{}") for t in record.turns]
+    return [each.get(part, 0.0) for each in parts] if any(part in x for x in parts) else None
+
+
+def with_rewards(record: Any, values: Any) -> Any:
+    """Returns an episode whose turns have other rewards."""
+    turns = [replace(t, reward=float(v)) for t, v in zip(record.turns, values, strict=True)]
+    return replace(record, turns=turns, own_outcome=False)
 
 
 def to_go(values: np.ndarray, gamma: float) -> np.ndarray:

@@ -5,6 +5,7 @@ from .estimators import Estimator as Estimator
 from .estimators import GroupEstimator as GroupEstimator
 from .estimators import Outcome as Outcome
 from .estimators import ReturnsToGo as ReturnsToGo
+from .parts import Parts as Parts
 from .scores import ScoreChoice as ScoreChoice
 from .scores import Scores as Scores
 from .scores import turn_rewards as turn_rewards

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -55,6 +55,8 @@ class Credit:
     """Root mean square of the advantages."""
     seconds: float
     """Of the computation, which includes the pass of a teacher."""
+    of_estimator: Mapping[str, float] = field(default_factory=dict)
+    """Further metrics; see `Estimator.metrics`."""
 
     def blind(self, groups: Sequence[Group]) -> bool:
         """Returns whether all advantages are zero although outcomes of a group differ."""
@@ -70,6 +72,7 @@ class Credit:
             "train/length_biased_groups": self.length_biased_groups,
             "train/advantage_rms": self.rms,
             "time/credit": self.seconds,
+            **self.of_estimator,
         }
 
 
@@ -111,6 +114,7 @@ def estimate(
         length_biased_groups=float(np.mean(biased)) if biased else 0.0,
         rms=rms,
         seconds=time.perf_counter() - started,
+        of_estimator=estimator.metrics(groups),
     )
 
 

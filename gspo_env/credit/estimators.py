@@ -13,7 +13,7 @@ docs/credit.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -77,6 +77,10 @@ class Estimator:
             advantages: (N,) those of all groups that are trained on.
         """
         return 1.0
+
+    def metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Returns further metrics of a batch, whose groups have their score."""
+        return {}
 
     def check(self, chat: Any = None) -> None:
         """Rejects settings that cannot work.

@@ -248,7 +248,9 @@ def main() -> None:
     leave_one_out = Outcome(baseline="leave_one_out")
     arms: dict[str, tuple[Estimator, Loss | Centred]] = {
         f"{n} with gspo": (find("advantage", n)(), GSPO())
-        for n in sorted({*BUILTIN["advantage"]} - {"distillation"})  # that has no rewards
+        for n in sorted(
+            {*BUILTIN["advantage"]} - {"distillation", "parts"}
+        )  # those have other rewards
     }
     arms["outcome, scale mean, with gspo"] = Outcome(scale="mean"), GSPO()
     arms |= {name: (leave_one_out, loss) for name, loss in losses().items()}

@@ -30,7 +30,7 @@ from studies.credit.exact import (
     true_gradient,
 )
 
-ESTIMATORS = sorted({*BUILTIN["advantage"]} - {"distillation"})
+ESTIMATORS = sorted({*BUILTIN["advantage"]} - {"distillation", "parts"})
 
 
 @pytest.mark.slow
