@@ -427,12 +427,13 @@ def _clipped_objective(
     ages_N: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Computes min(s A, clip(s) A) with the carrier's gradient, and whether the clip blocks it."""
-    low, high, dual_clip = 1 - settings.clip_low, 1 + settings.clip_high, settings.dual_clip
+    width: Any = 1.0
     if power := settings.clip_staleness:
         if ages_N is None:
             raise BatchError(f"clip_staleness is {power!r} without ages; expected both or neither")
-        factor_N = (1 + ages_N.to(ratio_N.dtype)) ** power
-        low, high = 1 - settings.clip_low * factor_N, 1 + settings.clip_high * factor_N
+        width = (1 + ages_N.to(ratio_N.dtype)) ** power
+    low, high = 1 - width * settings.clip_low, 1 + width * settings.clip_high
+    dual_clip = settings.dual_clip
     above_N = (adv_N > 0) & (ratio_N > high) & (settings.positives == "clipped")
     clipped_N = above_N | ((adv_N < 0) & (ratio_N < low))
     objective_N = ratio_N.clamp(low, high).where(clipped_N, carrier_N) * adv_N
