@@ -27,6 +27,7 @@ COMMANDS = {
     "capture": "gspo_env.cli.capture:Capture",
     "rescore": "gspo_env.cli.rescore:Rescore",
     "sync": "gspo_env.cli.sync:Sync",
+    "export": "gspo_env.cli.export:Export",
     "envs": "gspo_env.cli.envs:Envs",
     "audit": "gspo_env.cli.audit:Audit",
     "play": "gspo_env.cli.play:Play",
