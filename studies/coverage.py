@@ -6,6 +6,9 @@ The last table is of `gspo-env evaluate --samples`: the lowest share of interval
 that contain it, over rates of 2 to 98 % and tasks that differ not at all to nearly wholly.
 
 A report without any difference has 4 problems with 3 arms against the first, and 8 or 10 seeds.
+Its arms have one shape each time, and then the mean of the first, but another shape. With
+`--sequential`, only the test of `gspo-env compare --sequential` is simulated: of 3 arms without a
+difference, how often a report claims one, and how often the intervals contain the truth.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -62,6 +66,45 @@ def paired_coverage(draw: Draw, seeds: int, samples: int) -> float:
     return float(np.mean([low <= 0 <= high for low, high in bounds]))
 
 
+def collapses(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    """A run of ten collapses, and the mean is still that of `wrong_shapes`' first arm."""
+    return np.where(rng.random(shape) < 0.1, 0.0, rng.normal(0.5 / 0.9, 0.05, shape))
+
+
+def wrong_shapes(draw: Draw, seeds: int, reports: int, arms: int) -> float:
+    """Returns how often arms of another shape than the first, but of its mean, are called other."""
+    rng, wrong = np.random.default_rng(seeds), 0
+    for _ in range(reports):
+        first = rng.normal(0.5, 0.05, seeds)
+        tests = [stats.paired_permutation_test(draw(rng, (seeds,)), first) for _ in range(arms)]
+        wrong += min(stats.holm(tests)) <= 0.05
+    return wrong / reports
+
+
+def sequential(draw: Draw, seeds: int, reports: int, arms: int = 3) -> tuple[float, float, float]:
+    """Simulates sequential comparisons of equal arms.
+
+    Returns:
+        The share of reports with a false claim, that of intervals that contain 0 where the
+        comparison ends, and the mean seeds it takes.
+    """
+    rng, parts = np.random.default_rng(seeds), (0.5, 0.75, 1.0)
+    looks = tuple(ceil(part * seeds) for part in parts)
+    wrong = covered = taken = 0
+    for _ in range(reports):
+        first, *others = draw(rng, (arms + 1, seeds))
+        for look in looks:
+            differences = [(other - first)[:look] for other in others]
+            bounds = [stats.sequential_interval(row, looks) for row in differences]
+            tests = [stats.sequential_test(row, looks, 0.05 / arms)[0] for row in differences]
+            outside = [low > 0 or high < 0 for low, high in bounds]
+            claims = [p * arms <= 0.05 and out for p, out in zip(tests, outside, strict=True)]
+            if all(claims):
+                break
+        wrong, covered, taken = wrong + any(claims), covered + outside.count(False), taken + look
+    return wrong / reports, covered / reports / arms, taken / reports
+
+
 def wrong_reports(seeds: int, reports: int, problems: int = 4, arms: int = 3) -> float:
     """Returns the share of reports without a difference that claim one."""
     rng, wrong = np.random.default_rng(seeds), 0
@@ -105,7 +148,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--reports", type=int, default=1000)
+    parser.add_argument("--sequential", action="store_true")
     options = parser.parse_args()
+    if options.sequential:
+        print(f"{'sequential, seeds':20}  false  intervals  seeds")
+        for seeds, (name, draw) in itertools.product((8, 12), DISTRIBUTIONS.items()):
+            wrong, covered, taken = sequential(draw, seeds, options.reports)
+            print(f"{name:16} {seeds:3}  {wrong:6.1%} {covered:10.1%} {taken:6.1f}", flush=True)
+        return
     for title, function in (
         ("interquartile mean", coverage),
         ("paired difference", paired_coverage),
@@ -125,6 +175,13 @@ def main() -> None:
     for seeds in (8, 10):
         share = wrong_reports(seeds, options.reports)
         print(f"reports with a false claim, {seeds} seeds: {100 * share:.1f} %", flush=True)
+    for arms, seeds in itertools.product((1, 3), (8, 10, 16)):
+        share = wrong_shapes(collapses, seeds, options.reports, arms)
+        print(
+            f"{arms} arms of the same mean that collapse in a tenth of the runs, {seeds} seeds: "
+            f"called other in {share:.0%}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

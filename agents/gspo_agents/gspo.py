@@ -360,6 +360,13 @@ class GSPOAgent:
         with self._collector() as collector:
             return self._loop.run(evaluate(collector, tasks)).metrics()
 
+    def price(self) -> dict[str, float]:
+        """Measures how long a training takes; see `gspo_agents.preflight.price`."""
+        from gspo_agents.preflight import price
+
+        self._gather()
+        return price(self, self._start.episodes if self._start else ())
+
     def close(self) -> None:
         """Stops the engine; the next call that needs it starts it again."""
         if self._engine is not None:

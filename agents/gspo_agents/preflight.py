@@ -119,7 +119,9 @@ class Estimate:
     rows: Mapping[str, str]
     """What a person reads, by name."""
     seconds: float
-    """Seconds of the run."""
+    """Seconds of the run, those of `imitation` included."""
+    imitation: float = 0.0
+    """Seconds of the imitation before it."""
 
 
 def memory(sizes: Sizes, config: Config, tokens: float, longest: int) -> dict[str, float]:
@@ -270,7 +272,19 @@ def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate:
         "run": f"{_clock(seconds)}, of which {_clock(evaluations * evaluated)} evaluate and "
         f"{_clock(imitation)} imitate",
     }
-    return Estimate(lengths=lengths, more=more, rows=rows, seconds=seconds)
+    return Estimate(lengths=lengths, more=more, rows=rows, seconds=seconds, imitation=imitation)
+
+
+def price(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> dict[str, float]:
+    """Returns the seconds of a run and of its imitation, and how many runs fit into memory.
+
+    Raises:
+        TrainingError: Not even one fits.
+    """
+    run, sizes = estimate(agent, demonstrations), _sizes(agent.model)
+    loaded = float(sizes.parameters * sizes.weight)
+    fitting = (free_memory(agent.model) + loaded) // (run.more + loaded)
+    return {"seconds": run.seconds, "imitation": run.imitation, "fitting": max(1.0, fitting)}
 
 
 def _device(model: Any) -> torch.device:

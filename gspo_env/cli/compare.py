@@ -32,6 +32,9 @@ class Compare(Run):
     pilot: bool = False
     """Measure how much runs scatter, and say how many seeds show a difference of 0.05. The same
     command without it goes on with the runs that are there."""
+    sequential: bool = False
+    """Test after a half, three quarters and all of the seeds, and end once every arm is decided.
+    The looks share the level, so a false claim is as rare; a little power is lost."""
     first_seed: int = 0
     """The first of the seeds. Choose another one to confirm a result on seeds that no setting was
     picked with."""
@@ -61,9 +64,9 @@ class Compare(Run):
         from pathlib import Path
 
         from gspo_env.compare import compare, parse
-        from gspo_env.report.comparison import METHODS, write_report
+        from gspo_env.report.comparison import METHODS, is_decided, write_report
 
-        names = ("seeds", "first_seed", "metric", "target", "workers", "pilot")
+        names = ("seeds", "first_seed", "metric", "target", "workers", "pilot", "sequential")
         options = {name: getattr(self, name) for name in names}
         comparison = parse(self.tables, self.arm, self.resolved, **options)
         base = next(iter(comparison.problems.values()))
@@ -76,6 +79,7 @@ class Compare(Run):
                 base.tracker,
                 lambda line: print(visible(line), flush=True),
                 lambda results: write_report(comparison, results, folder, command),
+                lambda results: is_decided(comparison, results),
             )
         except KeyboardInterrupt:
             print(f"Stopped. The same command resumes with the results in {folder}.")

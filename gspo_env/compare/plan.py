@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Annotated, Any
 
 from annotated_types import Ge
@@ -32,6 +33,8 @@ _PROBLEM = ("env", "env_kwargs", "eval_tasks", "seed", "output", "tracker")
 """Fields that no arm may change: they decide the tasks, or the comparison sets them."""
 _START = ("env", "env_kwargs", "eval_tasks", "model", "recipe", "rewritten_history")
 """Fields that decide the model that a run starts from, beside the seed and the adapter."""
+_LOOKS = (0.5, 0.75, 1.0)
+"""Shares of the seeds after which a sequential comparison tests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +68,8 @@ class Comparison:
     """Worker processes; 0 is one per core."""
     pilot: bool = False
     """Whether it only measures how much the runs scatter, so that fewer seeds are enough."""
+    sequential: bool = False
+    """Whether it ends once all arms are decided; see `looks`."""
 
     def __post_init__(self) -> None:
         """Rejects arms that cannot be compared."""
@@ -94,6 +99,12 @@ class Comparison:
     def fewest(self) -> int:
         """The fewest seeds whose tests can show a difference."""
         return fewest_pairs(0.05 / self.tests)
+
+    @property
+    def looks(self) -> tuple[int, ...]:
+        """The numbers of seeds after which is tested."""
+        parts = _LOOKS if self.sequential else _LOOKS[-1:]
+        return tuple(sorted({ceil(part * self.seeds) for part in parts}))
 
     @property
     def left_out(self) -> str:
@@ -165,7 +176,7 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
 
 _FIELDS: dict[str, Any] = {
     **{"seeds": int, "first_seed": int, "workers": int, "target": float, "metric": str},
-    "pilot": bool,
+    **{"pilot": bool, "sequential": bool},
     "grid": dict[str, list[Any]],
     **dict.fromkeys(("arms", "problems"), dict[str, dict[str, Any]]),
 }
@@ -197,8 +208,9 @@ def parse(
         tables: `grid`, `arms` and `problems`, as `check_table` gives them.
         axes: `name=value,value`, each an axis of the grid.
         base: The config that the problems change.
-        options: `seeds`, `first_seed`, `metric`, `target`, `workers` and `pilot`. Without seeds
-            there are 8, more if so few can show nothing, or 2 of a pilot.
+        options: `seeds`, `first_seed`, `metric`, `target`, `workers`, `pilot` and
+            `sequential`. Without seeds there are 8, more if so few can show nothing, or 2 of a
+            pilot.
 
     Raises:
         ConfigError: A name is unknown or a value invalid, or the seeds can show no difference.

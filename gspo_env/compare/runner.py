@@ -43,6 +43,10 @@ logger = logging.getLogger(__name__)
 
 _TRACKED = "tracked.json"
 """File of a run that lists the trackers that have recorded it."""
+_PRICE = "price.json"
+"""File of an arm with what its runs take."""
+_DEMONSTRATIONS = 64
+"""Most demonstrations that are played to measure a run."""
 _MOST_BYTES, _LONGEST_ERROR = 1 << 20, 4000
 """Bytes of that file and characters of an error that are read from the folder."""
 
@@ -162,6 +166,7 @@ def compare(
     tracker: TrackerChoice,
     say: Callable[[str], None] = print,
     report: Callable[[list[Result]], Sequence[Path]] = lambda results: (),
+    is_decided: Callable[[list[Result]], bool] = lambda results: False,
 ) -> list[Result]:
     """Plays the runs that are not finished; returns all results, including failed runs.
 
@@ -171,6 +176,8 @@ def compare(
         tracker: Records a parent run and a child for each run.
         say: Called with a line for each run.
         report: Called at the end; the files that it returns are kept with the parent run.
+        is_decided: Called with the results at each of `Comparison.looks`; the comparison ends at
+            the first at which it returns True.
 
     Raises:
         OutputError: The folder cannot be written, or holds another comparison.
@@ -199,15 +206,23 @@ def compare(
     params = {
         "arms": [arm.name for arm in comparison.arms],
         "problems": list(comparison.problems),
-        **{name: getattr(comparison, name) for name in ("seeds", "first_seed", "metric")},
+        **{n: getattr(comparison, n) for n in ("seeds", "first_seed", "metric", "sequential")},
     }
     with claim, Recorder(tracker, output, params, say) as record:
-        ended = {}
-        for result in _results(runs, comparison.workers or usable_cores(), say):
-            say(f"{result.run.name}: {_score(result, comparison.metric)}")
-            record.child(result)
-            ended[result.run.folder] = result
-        results = [ended[run.folder] for run in runs]
+        results: list[Result] = []
+        workers = _afford(comparison, runs, comparison.workers or usable_cores(), say)
+        for look in comparison.looks:
+            seeds = comparison.first_seed + look
+            part = [run for run in runs[len(results) :] if run.seed < seeds]
+            ended = {}
+            for result in _results(part, workers, say):
+                say(f"{result.run.name}: {_score(result, comparison.metric)}")
+                record.child(result)
+                ended[result.run.folder] = result
+            results += [ended[run.folder] for run in part]
+            if look < comparison.seeds and is_decided(results):
+                say(f"all arms are decided after {look} of {comparison.seeds} seeds")
+                break
         for line in mixed_scores(results):
             say(line)
         for path in report(results):
@@ -227,6 +242,47 @@ def _plan(comparison: Comparison, runs: int) -> str:
         f"{text}; they show differences from {least:.2g} standard deviations of the paired "
         "differences (power 0.8), which --pilot measures"
     )
+
+
+def _afford(
+    comparison: Comparison, runs: Sequence[PlannedRun], workers: int, say: Callable[[str], None]
+) -> int:
+    """Says how long the runs take; returns how many of them go at a time.
+
+    A run of each problem's first arm is measured if there are no results. A model that is built is
+    too small for that, and what one has taken is said after it.
+    """
+    if any(not run.config.model or run.folder.exists() for run in runs):
+        return workers
+    say("measuring a few tokens and gradients")
+    first = {run.problem: run for run in reversed(runs) if run.arm is comparison.arms[0]}
+    prices: dict[str, dict[str, float]] = {}
+    for run, _ in in_processes(_measure, list(first.values()), workers):
+        with contextlib.suppress(FileNotFoundError):  # it failed, and the runs will say why
+            prices[run.problem] = json.loads(read_file(run.folder.parent, _PRICE, _MOST_BYTES))
+    if len(prices) < len(first) or not all(price["seconds"] for price in prices.values()):
+        return workers
+    fitting = min(int(price["fitting"]) for price in prices.values())
+    if fitting < workers:
+        say(f"memory has room for {fitting} at a time, and not for {workers}")
+        workers = fitting
+    imitated = {run.start: run.problem for run in runs if run.start}
+    seconds = sum(prices[problem]["imitation"] for problem in imitated.values())
+    seconds += sum(prices[r.problem]["seconds"] - prices[r.problem]["imitation"] for r in runs)
+    say(f"about {_clock(seconds / workers)} in all, {workers} at a time")
+    return workers
+
+
+def _measure(run: PlannedRun) -> None:
+    """Writes what a run takes; if that fails, so do the runs, which say why."""
+    recipe = run.config.recipe
+    if hasattr(recipe, "demonstrations"):
+        few = min(_DEMONSTRATIONS, recipe.demonstrations)
+        recipe = dataclasses.replace(recipe, demonstrations=few)
+    with contextlib.suppress(GspoEnvError):
+        agent = load_agent("gspo")(config=dataclasses.replace(run.config, recipe=recipe))
+        run.folder.parent.mkdir(parents=True, exist_ok=True)
+        write_text(run.folder.parent / _PRICE, json.dumps(agent.price()))
 
 
 def _check_models(comparison: Comparison) -> None:
@@ -273,8 +329,11 @@ def _results(
 
 
 def _left(began: float, done: int, jobs: Collection[object]) -> str:
-    minutes = (time.perf_counter() - began) / done * (len(jobs) - done) / 60
-    return f"{minutes:.0f} min left"
+    return f"{_clock((time.perf_counter() - began) / done * (len(jobs) - done))} left"
+
+
+def _clock(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} hours"
 
 
 def _score(result: Result, metric: str) -> str:

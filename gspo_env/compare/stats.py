@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from math import comb, floor, log2
 from typing import Any
@@ -13,6 +14,8 @@ from gspo_env.types import FloatArray
 
 _FEWEST_RUNS = 6
 """Runs from which there is an interval of their interquartile mean."""
+_EXACT_PAIRS = 16
+"""Pairs up to which all exchanges are listed."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -133,9 +136,76 @@ def paired_permutation_test(
     if len(difference) == 1 or not difference.any():
         return 1.0
     result = permutation_test(
-        (difference,), np.mean, permutation_type="samples", n_resamples=2**16, rng=0
+        (difference,), np.mean, permutation_type="samples", n_resamples=2**_EXACT_PAIRS, rng=0
     )
     return float(result.pvalue)
+
+
+def sequential_test(
+    differences: Sequence[float] | FloatArray, looks: Sequence[int], level: float
+) -> tuple[float, int]:
+    """Tests a mean paired difference each time that more pairs are there, until one look decides.
+
+    As in `paired_permutation_test`, signs are exchanged within pairs. The looks share the level in
+    proportion to their pairs: what earlier looks could have decided is taken from later ones, so
+    the probability that any look decides wrongly is at most the level. The test is exact up to 16
+    pairs; of more, it draws 2**16 exchanges, the same ones at each look.
+
+    Args:
+        differences: Those of the pairs that are there, at least as many as at the first look.
+        looks: Numbers of pairs at which is tested, increasing; the last are all pairs.
+        level: The two-sided level.
+
+    Returns:
+        The p-value, by the order of the looks, and the look's pairs. If a look decided, the p-value
+        is at most the level; else it is that of the last look that was possible.
+
+    Source:
+        Lan and DeMets 1983, with the linear spending function of Kim and DeMets 1987; p-value:
+        Armitage 1957.
+
+    Example:
+        >>> sequential_test([0.2] * 6, looks=(6, 9, 12), level=0.05)
+        (0.03125, 6)
+    """
+    values, most = np.asarray(differences, dtype=np.float64), looks[-1]
+    if most > _EXACT_PAIRS:
+        signs = np.random.default_rng(0).choice((-1.0, 1.0), (2**_EXACT_PAIRS, most))
+        signs[0] = 1.0  # what was seen
+    else:
+        signs = 1.0 - 2.0 * (np.arange(2**most)[:, None] >> np.arange(most) & 1)
+    possible = [pairs for pairs in looks if pairs <= len(values)]
+    undecided, spent, p = np.ones(len(signs), dtype=bool), 0.0, 1.0
+    for pairs in possible:
+        sums = np.abs(signs[:, :pairs] @ values[:pairs])
+        seen = sums[0] - 1e-9 * np.abs(values[:pairs]).sum()  # rounded, equal sums may differ
+        p = spent + float(np.mean(undecided & (sums >= seen))) if values[:pairs].any() else 1.0
+        allowed = level * pairs / most
+        if p <= allowed or pairs == possible[-1]:
+            return min(1.0, p), pairs
+        bounds = np.sort(sums[undecided])[::-1]
+        count = int((allowed - spent) * len(signs))  # the most exchanges that may decide here
+        decided = undecided & (sums > bounds[count] + 1e-9 * bounds[0]) if bounds[0] else ~undecided
+        decided &= undecided
+        spent, undecided = spent + float(decided.mean()), undecided & ~decided
+    return p, 0
+
+
+def sequential_interval(
+    differences: Sequence[float] | FloatArray, looks: Sequence[int]
+) -> tuple[float, float]:
+    """Computes an interval of a mean paired difference that holds at whichever look it is read.
+
+    Each look has a share of the 5 % in proportion to its new pairs, so by Bonferroni's inequality
+    at least 95 % of the comparisons have only intervals that contain the mean.
+
+    Args:
+        differences: Those of the pairs of one look.
+        looks: See `sequential_test`.
+    """
+    look = min(bisect_left(looks, len(differences)), len(looks) - 1)
+    new = looks[look] - (looks[look - 1] if look else 0)
+    return paired_interval(differences, 1 - 0.05 * new / looks[-1])
 
 
 def fewest_pairs(level: float) -> int:

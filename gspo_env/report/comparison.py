@@ -88,11 +88,19 @@ def summarise(comparison: Comparison, results: Sequence[Result]) -> dict[str, li
     """Returns the rows of each problem, one per arm."""
     problems = {name: _rows(comparison, name, results) for name in comparison.problems}
     tests = [row.p_value for rows in problems.values() for row in rows[1:]]
-    corrected = iter(stats.holm(tests))
+    # what a look decides may not depend on the other tests, so Bonferroni's is its correction
+    sequential = [min(1.0, p * len(tests)) for p in tests]
+    corrected = iter(sequential if comparison.sequential else stats.holm(tests))
     return {
         name: [rows[0], *(replace(row, p_value=next(corrected)) for row in rows[1:])]
         for name, rows in problems.items()
     }
+
+
+def is_decided(comparison: Comparison, results: Sequence[Result]) -> bool:
+    """Returns whether every arm is better or worse than the first, or equal to it."""
+    problems = summarise(comparison, results).values()
+    return all(row.direction or _equals(row, rows[0]) for rows in problems for row in rows[1:])
 
 
 def _rows(comparison: Comparison, problem: str, results: Sequence[Result]) -> list[Row]:
@@ -111,7 +119,7 @@ def _rows(comparison: Comparison, problem: str, results: Sequence[Result]) -> li
     rows = []
     for n, arm in enumerate(comparison.arms):
         differences = areas[n] - areas[0]
-        low, high = stats.paired_interval(differences)
+        low, high, p_value = _test(comparison, differences)
         row = Row(
             arm=arm,
             finals=curves_A[n][:, -tail:].mean(axis=1),
@@ -123,10 +131,20 @@ def _rows(comparison: Comparison, problem: str, results: Sequence[Result]) -> li
             to_target=_to_target(curves_A[n], failed[n], episodes, comparison.target),
             difference=Score(middle=float(differences.mean()), low=low, high=high),
             improvement=stats.probability_of_improvement(ranks[n], ranks[0]),
-            p_value=stats.paired_permutation_test(areas[n], areas[0]),
+            p_value=p_value,
         )
         rows.append(row)
     return rows
+
+
+def _test(comparison: Comparison, differences: FloatArray) -> tuple[float, float, float]:
+    """Returns the interval of a mean paired difference and the p-value of its test."""
+    if not comparison.sequential:
+        p_value = stats.paired_permutation_test(differences, np.zeros(len(differences)))
+        return *stats.paired_interval(differences), p_value
+    looks = comparison.looks
+    p_value, _ = stats.sequential_test(differences, looks, 0.05 / comparison.tests)
+    return *stats.sequential_interval(differences, looks), p_value
 
 
 def _heights(curves: FloatArray, episodes: Sequence[float]) -> FloatArray:
@@ -185,10 +203,11 @@ def _to_target(
 
 def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
     """Returns the header and a line for each arm."""
-    kind = stats.interval_name(comparison.seeds)
+    kind = stats.interval_name(len(rows[0].areas))
     head = ["arm", "difference from the first, over training (95 % interval)"]
     head += [f"area under the curve ({kind})", f"final ({kind})"]
-    head += ["P(better than first)", "p (Holm)", "failed"]
+    correction = "Bonferroni" if comparison.sequential else "Holm"
+    head += ["P(better than first)", f"p ({correction})", "failed"]
     if comparison.target:
         head.append(f"median episodes to {comparison.target:g}")
     lines = [head]
@@ -364,17 +383,26 @@ def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
     return f"{text} {comparison.left_out}".strip()
 
 
-def _method(comparison: Comparison) -> str:
+def _method(comparison: Comparison, seeds: int) -> str:
     matched = all(config.credit.rms for config in comparison.problems.values())
     rms = ", advantages at the same root mean square" if matched else ""
+    correction = "Holm's correction over all problems"
+    if comparison.sequential:
+        looks = ", ".join(map(str, comparison.looks))
+        correction = (
+            f"Bonferroni's, at looks after {looks} seeds that share the level and the 5 % of the "
+            "interval in proportion to their seeds"
+        )
     return (
-        f"{comparison.metric}, interquartile mean over {comparison.seeds} seeds with their "
-        f"{stats.interval_name(comparison.seeds)}; the area is the mean of the curve by the "
+        f"{comparison.metric}, interquartile mean over {seeds} seeds with their "
+        f"{stats.interval_name(seeds)}; the area is the mean of the curve by the "
         f"trapezoidal rule, the final score the mean of its last {_TAIL:.0%}. "
         "Curves are over training episodes. "
         f"Arms are paired by seed: the same initial weights and tasks{rms}. The difference is in "
         "area, with Student's interval; p is from a two-sided paired permutation test of the area "
-        "against the first arm, after Holm's correction over all problems. A failed run ranks "
+        f"against the first arm, after {correction}. It tests whether the two arms of a pair can "
+        "be exchanged: an arm with the same mean whose runs scatter in another way, such as one "
+        "that rarely collapses, may be called better or worse. A failed run ranks "
         "below all others: its curve is just below their lowest value, and dotted if all runs of "
         "the arm failed."
     )
@@ -401,9 +429,10 @@ def write_report(
             ],
         )
     ]
-    folded = [Section(title=METHODS, text=_method(comparison), folded=True)]
-    tests = comparison.tests
-    for name, rows in summarise(comparison, results).items():
+    problems, tests = summarise(comparison, results), comparison.tests
+    seeds = len({result.run.seed for result in results})
+    folded = [Section(title=METHODS, text=_method(comparison, seeds), folded=True)]
+    for name, rows in problems.items():
         picture = folder / f"curves-{slug(name)}.png"
         plots.comparison_figure(comparison, name, rows).savefig(picture)
         section = Section(

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shutil
-from itertools import combinations
+from itertools import combinations, product
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -25,7 +25,15 @@ from gspo_env.compare.processes import in_processes
 from gspo_env.compare.runner import Recorder, _claim, mixed_scores
 from gspo_env.config import from_dict, override, to_toml
 from gspo_env.errors import ConfigError, ModelError, OutputError, UnknownEnvironmentError
-from gspo_env.report.comparison import METHODS, conclusion, limits, summarise, table, write_report
+from gspo_env.report.comparison import (
+    METHODS,
+    conclusion,
+    is_decided,
+    limits,
+    summarise,
+    table,
+    write_report,
+)
 from gspo_env.runs import Run
 from gspo_env.runs.evaluations import success_interval
 from gspo_env.tracking.base import NoTracker
@@ -105,7 +113,11 @@ def test_a_comparison_goes_on_where_it_stopped_and_tracks_nested_runs(tmp_path):
     assert again[0].recorded.warnings == ("kept: it was not played again",)
     assert "1 of 2 runs have a result already" in said
     assert histories(again) == histories(first)
-    more = dataclasses.replace(comparison, seeds=2)
+    more = dataclasses.replace(comparison, seeds=2, sequential=True)
+    assert more.looks == (1, 2)
+    decided = [run.folder for run in planned(comparison, tmp_path / "out")]
+    ended = compare(more, tmp_path / "out", tracking, print, is_decided=lambda results: True)
+    assert [result.run.folder for result in ended] == decided  # the second seed is not played
     compare(more, tmp_path / "out", tracking, print, lambda results: [marked])
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("gspo_env")
@@ -306,6 +318,63 @@ def test_a_pilot_says_how_many_seeds_are_needed(tmp_path, pilot):
     # areas are half of the ends, so b is better by 0.05 and 0.1
     assert ("differ by 0.035 (standard deviation over 2 seeds)" in text) == pilot
     assert ("7 seeds show a difference of 0.05 (power 0.8)" in text) == pilot
+
+
+def test_looks_of_a_sequential_test_are_worked_by_hand():
+    looks = (4, 6, 8)
+    same = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
+    # all of one sign: 2 of 16, 2 of 64 and 2 of 256 exchanges are as extreme
+    assert stats.sequential_test(same[:4], looks, 0.05) == (2 / 16, 4)
+    assert stats.sequential_test(same[:6], looks, 0.05) == (2 / 64, 6)
+    assert stats.sequential_test(same, looks, 0.05) == (2 / 64, 6)  # it was decided there
+    # one pair with the other sign, the smallest: 2 exchanges of 64 decided before, and of the 256,
+    # those with both or one or none of the first two pairs turned are as extreme; 2 are not new
+    late = [-0.1, *same[1:]]
+    p_value, look = stats.sequential_test(late, looks, 0.05)
+    assert look == 8
+    extreme = [s for s in product((-1, 1), repeat=8) if abs(np.dot(s, same)) >= 3.4 - 1e-9]
+    new = [s for s in extreme if abs(sum(s[:6])) < 6]
+    assert p_value == pytest.approx(2 / 64 + len(new) / 256)
+    assert stats.sequential_test([0.0] * 8, looks, 0.05) == (1.0, 8)
+    assert stats.sequential_test(same, (8,), 0.05)[0] == stats.paired_permutation_test(
+        same, [0] * 8
+    )
+
+
+@settings(max_examples=10, deadline=None)
+@given(sizes=st.lists(st.floats(0.01, 1e6), min_size=8, max_size=8))
+def test_a_sequential_test_decides_in_at_most_its_level_of_all_exchanges(sizes):
+    looks, wrong = (4, 6, 8), 0
+    for signs in product((-1.0, 1.0), repeat=8):
+        differences = np.array(signs) * sizes
+        for look in looks:
+            p_value, at = stats.sequential_test(differences[:look], looks, 0.05)
+            if p_value <= 0.05 * at / 8:
+                wrong += 1
+                break
+    assert wrong <= 0.05 * 2**8
+
+
+def test_a_sequential_comparison_ends_where_every_arm_is_decided_or_equal(tmp_path):
+    arms = arms_of(a={}, b={"gamma": 0.5}, same={"gamma": 1.0})
+    comparison = Comparison(problems={"one": small()}, arms=arms, seeds=16, sequential=True)
+    rng = np.random.default_rng(0)
+
+    def history(run):
+        noise = 0.01 * np.random.default_rng(run.seed).random()
+        better = 0.5 * (run.arm.name == "b") * (1 + 0.1 * rng.random())
+        return [(step, {"eval/success": 0.2 + noise + better}) for step in (0, run.config.steps)]
+
+    results = results_of(comparison, tmp_path, history)
+    assert comparison.looks == (8, 12, 16)
+    first = [result for result in results if result.run.seed < 8]
+    assert is_decided(comparison, first)
+    report = write_report(comparison, first, tmp_path)[1].read_text()
+    assert "b: better than a" in report
+    assert "looks after 8, 12, 16 seeds" in report
+    assert "interquartile mean over 8 seeds" in report
+    few = [result for result in results if result.run.seed < 3]
+    assert not is_decided(comparison, few)
 
 
 def test_two_arms_need_different_names():
