@@ -165,15 +165,12 @@ def _times(rows: Sequence[Sequence[FloatArray]], factor: float) -> list[list[Flo
 
 
 def _of_played(name: str, group: Group, estimator: Estimator) -> list[FloatArray]:
-    """Computes the advantages from the episodes that did not fail; the others get zeros.
-
-    If failures leave a single episode of a group, an estimator that needs rewards gives it zeros.
-    """
+    """Computes the advantages from the episodes that did not fail; the others get zeros."""
     played = [i for i, e in enumerate(group.episodes) if not e.failed]
     if len(played) == len(group.episodes):
         return _checked(name, group, estimator.advantages(group))
     rows: list[FloatArray] = [np.zeros(len(e.turns)) for e in group.episodes]
-    if len(played) >= 2 or (played and not estimator.needs_rewards):
+    if played:  # a `GroupEstimator` gives a single one zeros
         rest = replace(group, episodes=tuple(group.episodes[i] for i in played))
         for i, row in zip(played, _checked(name, rest, estimator.advantages(rest)), strict=True):
             rows[i] = row

@@ -25,6 +25,7 @@ from gspo_env.credit.statistics import (
     all_zero,
     discounted,
     divided,
+    largest,
     std_of,
     turn_baselines,
     usable,
@@ -170,7 +171,7 @@ class Outcome(GroupEstimator):
             # O_i minus the mean of the others is the mean-centred outcome times n / (n - 1)
             values_G = centred_G * len(episodes) / (len(episodes) - 1)
         rows = [np.full(len(e.turns), value) for e, value in zip(episodes, values_G, strict=True)]
-        return divided(rows, centred_G, self.scale, self.ddof)
+        return divided(rows, centred_G, self.scale, self.ddof, largest(outcomes_G))
 
 
 @settings
@@ -197,4 +198,4 @@ class ReturnsToGo(GroupEstimator):
         baselines, means = turn_baselines(returns)
         deviations = np.concatenate([g - m for g, m in zip(returns, means, strict=True)])
         values = [g - b for g, b in zip(returns, baselines, strict=True)]
-        return divided(values, deviations, self.scale, self.ddof)
+        return divided(values, deviations, self.scale, self.ddof, largest(np.concatenate(returns)))

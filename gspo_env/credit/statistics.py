@@ -10,6 +10,8 @@ from gspo_env.types import FloatArray, Group
 
 MIN_SCALE = 1e-8
 """If a group's standard deviation is below this, its advantages are 0."""
+_ROUNDING = 1e-14
+"""The same as a share of what is compared: equal outcomes of 1e8 differ from their mean."""
 MIN_PEERS = 3
 """The minimum number of episodes with a turn for a baseline of that turn alone; see `min_peers`."""
 
@@ -50,19 +52,32 @@ def discounted(rewards_K: FloatArray, gamma: float) -> FloatArray:
 
 
 def divided(
-    rows: Sequence[FloatArray], deviations: FloatArray, scale: str, ddof: int
+    rows: Sequence[FloatArray], deviations: FloatArray, scale: str, ddof: int, size: float
 ) -> Sequence[FloatArray]:
-    """Divides rows by the standard deviation of the deviations; zeros if nothing differs."""
+    """Divides rows by the standard deviation of the deviations; zeros if nothing differs.
+
+    Args:
+        rows: What is divided, if the scale is `std`.
+        deviations: From a mean.
+        scale: See `GroupEstimator`.
+        ddof: See `GroupEstimator`.
+        size: The largest of the values, whose rounding is no difference.
+    """
     std = std_of(deviations, ddof)
-    if std < MIN_SCALE:
+    if std < max(MIN_SCALE, _ROUNDING * size):
         return [np.zeros(len(row)) for row in rows]
     return [row / std for row in rows] if scale == "std" else rows
+
+
+def largest(values: FloatArray) -> float:
+    """Returns the largest absolute value."""
+    return float(np.abs(values).max(initial=0.0))
 
 
 def z_score(values: FloatArray, scale: str, ddof: int) -> FloatArray:
     """Subtracts the mean and divides by the standard deviation; zeros if all values are equal."""
     centred: FloatArray = values - values.mean()
-    return divided([centred], centred, scale, ddof)[0]
+    return divided([centred], centred, scale, ddof, largest(values))[0]
 
 
 def rows_by_turn(rows: Sequence[FloatArray]) -> list[list[int]]:

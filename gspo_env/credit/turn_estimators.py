@@ -13,6 +13,7 @@ from gspo_env.credit.scores import turn_rewards
 from gspo_env.credit.statistics import (
     discounted,
     divided,
+    largest,
     mean_without,
     min_peers,
     rows_by_turn,
@@ -171,7 +172,8 @@ class GroupGAE(GroupEstimator):
             delta_K = rewards_K + self.gamma * next_K - value_K
             rows.append(discounted(delta_K, self.gamma * self.lam))
         everything = np.concatenate(rows)
-        return divided(rows, everything - everything.mean(), self.scale, self.ddof)
+        deviations, size = everything - everything.mean(), largest(np.concatenate(returns))
+        return divided(rows, deviations, self.scale, self.ddof, size)
 
 
 def z_by_turn(rows: Sequence[FloatArray], scale: str, ddof: int) -> list[FloatArray]:
@@ -185,7 +187,7 @@ def z_by_turn(rows: Sequence[FloatArray], scale: str, ddof: int) -> list[FloatAr
             z = z_score(at_k, scale, ddof)
         else:
             others = np.array([mean_without(everything, rows[n]) for n in reaching])
-            z = divided([at_k - others], deviations, scale, ddof)[0]
+            z = divided([at_k - others], deviations, scale, ddof, largest(everything))[0]
         for n, value in zip(reaching, z, strict=True):
             result[n][k] = value
     return result

@@ -338,7 +338,7 @@ class BranchBaseline(GroupEstimator):
                     row_K[k] = advantage * node.weight * trunks
             rows.append(row_K)
         deviations = np.array(values)
-        return divided(rows, deviations - deviations.mean(), self.scale, self.ddof)
+        return divided(rows, deviations - deviations.mean(), self.scale, self.ddof, 0.0)
 
 
 def mask_turn(turn: Turn) -> tuple[bool, ...]:

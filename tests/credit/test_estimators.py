@@ -8,6 +8,7 @@ from support.credits import check, episode, group
 
 from gspo_env.credit import (
     CreditConfig,
+    Estimator,
     GiGPO,
     GroupGAE,
     NormalizeThenAccumulate,
@@ -154,6 +155,36 @@ def test_two_equal_episodes_have_no_advantage_and_count_as_without_variance(esti
     check(credit.advantages[0], [0] * len(rewards), [0] * len(rewards))
     assert credit.zero_variance_groups == 1.0
     assert credit.baseline_fallbacks == 0
+
+
+@pytest.mark.parametrize("size", [1e3, 1e8, 1e12, 1e15])
+@pytest.mark.parametrize(
+    "name", ["outcome", "returns_to_go", "group_gae", "normalize_then_accumulate"]
+)
+@pytest.mark.parametrize("scale", ["std", "none"])
+def test_equal_rewards_of_any_size_teach_nothing_and_the_smallest_difference_does(
+    name, size, scale
+):
+    estimator = find("advantage", name)(scale=scale)
+    for count in (3, 5, 7):
+        equal = group(*[episode(size / 3, size / 3) for _ in range(count)])
+        assert not estimator.teaches(equal)
+        assert not np.any(np.concatenate(estimator.advantages(equal)))
+    other = [episode(size / 3 + size * 1e-6, size / 3), episode(size / 3, size / 3)]
+    assert estimator.teaches(group(*other, *equal.episodes))
+
+
+class Rewards(Estimator):
+    """REINFORCE: it compares nothing."""
+
+    def advantages(self, group):
+        return [e.rewards for e in group.episodes]
+
+
+def test_the_only_episode_that_did_not_fail_is_trained_on_where_nothing_is_compared():
+    left = group(episode(2, 1), episode(9, stop=StopReason.ERROR))
+    check(estimate([left], Rewards()).advantages[0], [2, 1], [0])
+    check(estimate([left], Outcome()).advantages[0], [0, 0], [0])
 
 
 def test_the_only_other_episode_is_the_baseline_also_where_a_third_one_failed():
