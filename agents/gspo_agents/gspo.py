@@ -68,7 +68,7 @@ from gspo_env.types import Group, Prompt, Role, Task
 if TYPE_CHECKING:
     from gspo_env.distributed.ranks import Ranks
     from gspo_env.episodes.schema import EpisodeRecord
-    from gspo_env.training.resume import Resumed
+    from gspo_env.training.resume import Checkpoint, Resumed
 
 logger = logging.getLogger(__name__)
 
@@ -156,14 +156,15 @@ class GSPOAgent:
         """Warms up the tiny model, trains, evaluates, tracks and saves; returns the metrics.
 
         SIGINT, SIGTERM and SIGHUP end the training after the step that runs, with a checkpoint; a
-        second one raises KeyboardInterrupt. An agent of `resume` continues where its run stopped.
+        second one raises KeyboardInterrupt, as the first does after a step of the imitation. An
+        agent of `resume` continues where its run stopped.
 
         Raises:
             ModelError: No way to run the model gives its own log-probabilities.
             OutputError: The output folder cannot be written.
             TrainingError: Nothing can be learned; see `gspo_env.health.startup`.
         """
-        config, resumed = self.config, self._resumed
+        config, resumed, source = self.config, self._resumed, self._source
         check_learning(self.model, config, self.chat)
         # a checkpoint replaces their states
         seed_generators(derive_seed(config.seed, "generators"))
@@ -185,7 +186,7 @@ class GSPOAgent:
             folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
             checkpoints, recorded = Checkpoints(folder, config.checkpoints), None
         self.folder = checkpoints.run
-        record(self.folder, config, self._source)
+        record(self.folder, config, source)
         self._trained, self._resumed = True, None
         info = run_info(config, self.env_id, mode, self.folder, recorded)
         with (
@@ -197,17 +198,21 @@ class GSPOAgent:
         ):
             reporter = Reporter(config, progress, tracker, checkpoints, self.tokenizer)
             reporter.begin(self.model, self.env_id, findings)
-            if self._source:
-                facts = run_facts(config, self.model, self._source)
-            self.warm_up(progress)
-            if not self._source:
-                if resumed is None:
-                    checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
-                facts = run_facts(config, self.model, "")
-            facts["left_out"] = self._skipped_demonstrations
+            # of the model before its imitation
+            facts = run_facts(config, self.model, source) if self._source or self._start else {}
             writer = CheckpointWriter(
                 checkpoints, interrupt, facts, lambda: tracker.recorded, self._write
             )
+            if resumed is not None and resumed.checkpoint.in_imitation:
+                self.warm_up(progress, writer, resumed.checkpoint)
+                resumed = None
+            else:
+                self.warm_up(progress, writer)
+            if not self._source:
+                if resumed is None:
+                    checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
+                writer.facts = run_facts(config, self.model, "")
+            writer.facts["left_out"] = self._skipped_demonstrations
             history = self._learn(writer, reporter, resumed, tracker)
             reporter.end(history, self.split(), self._skipped_demonstrations)
         return history
@@ -290,9 +295,11 @@ class GSPOAgent:
         from gspo_env.training.resume import open_run
 
         resumed = open_run(Path(path), config)
-        agent = cls(resumed.model, config=resumed.config, tokenizer=resumed.tokenizer, ranks=ranks)
+        config = replace(resumed.config, output="")  # which a new run would refuse
+        agent = cls(resumed.model, config=config, tokenizer=resumed.tokenizer, ranks=ranks)
+        agent.config = replace(agent.config, output=resumed.config.output)
         resumed.check(agent.model)
-        agent._imitates = False
+        agent._imitates &= resumed.checkpoint.in_imitation
         agent._resumed = resumed
         agent._skipped_demonstrations = resumed.checkpoint.numbers["left_out"]
         return agent
@@ -520,8 +527,19 @@ class GSPOAgent:
                 self._source = ""  # the run begins with the model that has imitated
             self._imitates = False
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Imitates the demonstrations, if there are any; does nothing when called again."""
+    def warm_up(
+        self,
+        progress: Progress | None = None,
+        writer: CheckpointWriter | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        """Imitates the demonstrations, if there are any; does nothing when called again.
+
+        Args:
+            progress: Shows the steps.
+            writer: Saves an imitation that takes long or is stopped.
+            checkpoint: Where such an imitation resumes.
+        """
         self._gather()
         start, self._start = self._start, None
         if start is None or not start.episodes or not self.config.recipe.imitation_steps:
@@ -532,7 +550,7 @@ class GSPOAgent:
         progress = progress or Progress(io.StringIO())
         if self._source:  # a model that is built has random weights, which all have to learn
             self._add_adapter()
-        imitate(self.model, self.chat, demonstrations, self.config, progress)
+        imitate(self.model, self.chat, demonstrations, self.config, progress, writer, checkpoint)
 
     @property
     def _vocab_size(self) -> int:

@@ -18,7 +18,7 @@ from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.settings import Trainer, make_optimizer
 from gspo_env.model.check import RunMode, check_model
-from gspo_env.recipes.build import imitation_samples, warm_up
+from gspo_env.recipes.build import Imitation, imitation_samples
 from gspo_env.registry import BUILTIN, load_function, name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPools
@@ -27,6 +27,8 @@ from gspo_env.types import Episode
 
 if TYPE_CHECKING:
     from gspo_env.distributed.ranks import Ranks
+    from gspo_env.training.checkpoints import CheckpointWriter
+    from gspo_env.training.resume import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +70,29 @@ def make_start(config: Config, envs: Mapping[str, TextEnvironment]) -> Start:
 
 
 def imitate(
-    model: Any, chat: ChatTokenizer, episodes: list[Episode], config: Config, progress: Progress
+    model: Any,
+    chat: ChatTokenizer,
+    episodes: list[Episode],
+    config: Config,
+    progress: Progress,
+    writer: CheckpointWriter | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> None:
-    """Trains the model on demonstrations, by the settings of the config's recipe."""
+    """Trains the model on demonstrations, by the settings of the config's recipe.
+
+    Args:
+        model: The model.
+        chat: Its tokenizer.
+        episodes: The demonstrations.
+        config: The settings.
+        progress: Shows the steps.
+        writer: Saves an imitation that takes long or is stopped.
+        checkpoint: Where such an imitation resumes.
+
+    Raises:
+        KeyboardInterrupt: A signal stopped it.
+        OutputError: The checkpoint is damaged.
+    """
     if not episodes:
         logger.warning("every demonstration plays a held-out task: the model starts untrained")
         return
@@ -81,11 +103,17 @@ def imitate(
             "no demonstration fits rollout.max_context %d: none is imitated", max_context
         )
         return
-    total, slow = recipe.imitation_steps, progress.when_slow(5.0)
-    previous = 0
+    imitation = Imitation(model, samples, recipe, config.seed, config.learner)
+    if checkpoint is not None:
+        from gspo_env.training.imitation import restore
 
-    def show(step: int, loss: float) -> None:
-        nonlocal previous
+        restore(imitation, checkpoint)
+    if writer is not None:
+        writer.interrupt.graceful = True
+    total, slow = recipe.imitation_steps, progress.when_slow(5.0)
+    previous = imitation.steps
+    while previous < total:
+        loss, step = imitation.step(), imitation.steps
         if step < previous:
             progress.line(f"the loss has hardly fallen in {previous} steps: imitation continues")
         previous = step
@@ -93,8 +121,10 @@ def imitate(
             progress.update("imitation", step, total, loss=loss)
         else:
             slow("imitation", step, total, loss=loss)
+        if writer is not None and writer.due_in_imitation:
+            from gspo_env.training.imitation import save
 
-    warm_up(model, samples, recipe, config.seed, show, config.learner)
+            save(imitation, writer)
 
 
 def check_learning(model: Any, config: Config, chat: ChatTokenizer) -> None:

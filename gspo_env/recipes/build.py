@@ -304,6 +304,76 @@ def imitation_samples(
     return to_samples(episodes, [np.zeros(len(episode.turns)) for episode in episodes])
 
 
+class Imitation:
+    """Imitates demonstrations by maximum likelihood, with a cosine learning rate.
+
+    A small transformer learns to copy words suddenly, after some steps in which the loss hardly
+    falls. How many depends on the seed. Where that lasts half of the steps, the schedule starts
+    again, at most twice (warm restarts, arXiv 1608.03983).
+
+    Args:
+        model: The model, which is trained in place.
+        samples: The demonstrations.
+        config: The number of steps, the learning rate and the batch.
+        seed: Seed of the order of the demonstrations.
+        memory: The optimiser and the limits of memory.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        samples: Sequence[Sample],
+        config: Tiny | Imitate,
+        seed: int,
+        memory: LearnerConfig | None = None,
+    ) -> None:
+        self.total, memory = config.imitation_steps, memory or LearnerConfig()
+        settings = LearnerConfig(
+            microbatch_tokens=memory.microbatch_tokens,
+            checkpointing=memory.checkpointing,
+            optimizer=memory.optimizer,
+            learning_rate=config.imitation_learning_rate,
+            warmup_steps=max(1, self.total // 20),
+            schedule="cosine",
+        )
+        self._make_learner = partial(Learner, model, GSPO(), settings, total_steps=self.total)
+        self.learner = self._make_learner()
+        self.samples, self._generator = samples, torch.Generator().manual_seed(seed)
+        self._size = min(config.imitation_batch, len(samples))
+        self._epoch = math.ceil(len(samples) / self._size)
+        self._order: list[int] = []
+        self.losses: list[float] = []
+        """The loss of each step, also of those before the schedule started again."""
+        self.began = 0
+        """Steps before the schedule started for the last time."""
+
+    @property
+    def steps(self) -> int:
+        """The steps of the schedule that are done."""
+        return len(self.losses) - self.began
+
+    def step(self) -> float:
+        """Takes one step; returns its loss."""
+        middle = self.total // 2
+        if self.steps == middle and self.began < 2 * middle and _is_stuck(self.losses, self.total):
+            self.learner, self.began = self._make_learner(), len(self.losses)
+        place = len(self.losses) % self._epoch
+        if not place:
+            self._shuffle()
+        batch = self._order[place * self._size : (place + 1) * self._size]
+        self.losses.append(self.learner.imitate([self.samples[i] for i in batch]))
+        return self.losses[-1]
+
+    def skip(self, losses: Sequence[float], began: int) -> None:
+        """Takes the place of another imitation, before the state of its learner is restored."""
+        self.losses, self.began = [*losses], began
+        for _ in range(math.ceil(len(losses) / self._epoch)):
+            self._shuffle()
+
+    def _shuffle(self) -> None:
+        self._order = torch.randperm(len(self.samples), generator=self._generator).tolist()
+
+
 def warm_up(
     model: Any,
     samples: Sequence[Sample],
@@ -312,39 +382,11 @@ def warm_up(
     on_step: Callable[[int, float], None],
     memory: LearnerConfig | None = None,
 ) -> None:
-    """Imitates demonstrations by maximum likelihood, with a cosine learning rate.
-
-    A small transformer learns to copy words suddenly, after some steps in which the loss hardly
-    falls. How many depends on the seed. Where that lasts half of the steps, the schedule starts
-    again, at most twice (warm restarts, arXiv 1608.03983). The optimiser and the limits of memory
-    are those of `memory`.
-    """
-    total, memory = config.imitation_steps, memory or LearnerConfig()
-    settings = LearnerConfig(
-        microbatch_tokens=memory.microbatch_tokens,
-        checkpointing=memory.checkpointing,
-        optimizer=memory.optimizer,
-        learning_rate=config.imitation_learning_rate,
-        warmup_steps=max(1, total // 20),
-        schedule="cosine",
-    )
-    learner = Learner(model, GSPO(), settings, total_steps=total)
-    generator = torch.Generator().manual_seed(seed)
-    size = min(config.imitation_batch, len(samples))
-    epoch = math.ceil(len(samples) / size)
-    losses: list[float] = []
-    began = 0
-    while len(losses) - began < total:
-        place = len(losses) % epoch
-        if not place:
-            order = torch.randperm(len(samples), generator=generator).tolist()
-        batch = order[place * size : (place + 1) * size]
-        losses.append(learner.imitate([samples[i] for i in batch]))
-        step = len(losses) - began
-        on_step(step, losses[-1])
-        if step == total // 2 and began < 2 * step and _is_stuck(losses, total):
-            learner = Learner(model, GSPO(), settings, total_steps=total)
-            began = len(losses)
+    """Takes all steps of an `Imitation`; calls `on_step` with the number and the loss of each."""
+    imitation = Imitation(model, samples, config, seed, memory)
+    while imitation.steps < imitation.total:
+        loss = imitation.step()
+        on_step(imitation.steps, loss)
 
 
 def _is_stuck(losses: Sequence[float], total: int) -> bool:

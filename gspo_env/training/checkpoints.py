@@ -2,6 +2,7 @@
 
     RUN/checkpoints/start/        the model before training, unless a name finds it again
     RUN/checkpoints/step-000045/  manifest.json, state.json, state-00001.safetensors, ...
+    RUN/checkpoints/step-000000/  at first, that of a long imitation before the first step
     RUN/checkpoints/best          a link to the best by `eval/success`, which also has `model/`
     RUN/checkpoints/lock          locked while a process trains
     RUN/failure.txt               the error that ended the run, if one did
@@ -52,6 +53,8 @@ FORMAT = 2
 """Number of the contents that a checkpoint has; another one is of another version."""
 _SHARE = 0.02
 """Largest share of the time that checkpoints take, if `save_every` is 0."""
+_PAUSE = 180.0
+"""Seconds before the first checkpoint of an imitation, and between two, at least."""
 
 LearnerState = Callable[[], tuple[Mapping[str, Any], Iterable[tuple[str, "Tensor"]]]]
 """Returns the numbers and the tensors of a learner; see `gspo_env.learner.Trainer.state`."""
@@ -76,7 +79,7 @@ class Checkpoints:
         """Step of the last checkpoint."""
         self._good: list[str] = []
         """Names of the undamaged checkpoints: the one that was resumed, and those written since."""
-        self._saved_at, self._seconds = 0.0, 0.0
+        self._saved_at, self._seconds = time.monotonic(), 0.0
         try:
             self.folder.mkdir(exist_ok=True)
             self._lock = lock(self.folder / "lock", f"the run {str(run)!r}")
@@ -151,6 +154,11 @@ class Checkpoints:
             return step % every == 0
         return (time.monotonic() - self._saved_at) * _SHARE >= self._seconds
 
+    @property
+    def due_in_imitation(self) -> bool:
+        """Whether it is time for a checkpoint of an imitation."""
+        return time.monotonic() - self._saved_at >= max(_PAUSE, self._seconds / _SHARE)
+
     def save(
         self,
         numbers: Mapping[str, Any],
@@ -186,7 +194,7 @@ class Checkpoints:
         saved = self.try_write(f"the checkpoint {name}", lambda: self._write(name, fill))
         if saved:
             self.last = step
-            self._good.append(name)
+            self._good = [*(good for good in self._good if good != name), name]
             best = numbers.get("best") or {}
             self.try_write("the newest checkpoints", lambda: self._tidy(best.get("step")))
         self._saved_at = time.monotonic()
@@ -204,7 +212,8 @@ class Checkpoints:
 
     def _write(self, name: str, fill: Callable[[Path], None]) -> None:
         """Writes a folder of `checkpoints`, all or nothing."""
-        part = part_of(self.folder / name)
+        folder = self.folder / name
+        part, old = part_of(folder), part_of(self.folder / f"old-{name}")
         shutil.rmtree(part, ignore_errors=True)
         try:
             part.mkdir()
@@ -214,11 +223,13 @@ class Checkpoints:
             (part / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True))
             for path in (*part.rglob("*"), part):
                 _sync(path)
-            shutil.rmtree(self.folder / name, ignore_errors=True)
-            part.rename(self.folder / name)
+            if folder.exists():
+                folder.rename(old)
+            part.rename(folder)
             _sync(self.folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
 
     def _tidy(self, best: int | None) -> None:
         """Deletes what is neither among the newest good ones nor the best, and links the best."""
@@ -241,12 +252,17 @@ class CheckpointWriter:
     checkpoints: Checkpoints
     interrupt: Interrupt
     """Whether the loop should stop."""
-    facts: Mapping[str, Any]
+    facts: dict[str, Any]
     """See `run_facts`."""
     recorded: Callable[[], Mapping[str, int]]
     """Returns the bytes of what the run has recorded; see `RunInfo.resume`."""
     write_model: Callable[[Path, int], None]
     """Writes the trained model into a folder, as that of a step."""
+
+    @property
+    def due_in_imitation(self) -> bool:
+        """Whether an imitation should be saved, as it takes long or should stop."""
+        return self.interrupt.requested or self.checkpoints.due_in_imitation
 
     def save(self, numbers: Mapping[str, Any], learner: LearnerState, best: bool) -> bool:
         """Writes a checkpoint, from any thread; returns whether it could.
@@ -275,6 +291,7 @@ def run_facts(config: Config, model: Any, source: str) -> dict[str, Any]:
         "model": source,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "fingerprint": fingerprint(model),
+        "left_out": 0,  # demonstrations of held-out tasks, before they are counted
     }
 
 
@@ -292,11 +309,13 @@ def fingerprint(model: Any) -> str:
 
 def without_checkpoint(run: Path) -> str:
     """Returns the sentence that a run has no checkpoint, with the command that begins it again."""
+    return f"{str(run)!r} has no checkpoint to resume from; {begin_again(run)}"
+
+
+def begin_again(run: Path) -> str:
+    """Returns the words with the command that begins a run again, in another folder."""
     config, output = shlex.quote(str(run / CONFIG)), shlex.quote(f"{run}-again")
-    return (
-        f"{str(run)!r} has no checkpoint to resume from; begin again with: gspo-env train --config "
-        f"{config} --output {output}"
-    )
+    return f"begin again with: gspo-env train --config {config} --output {output}"
 
 
 def checksum(path: Path) -> list[Any]:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from safetensors import SafetensorError
-
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
@@ -18,7 +16,6 @@ from gspo_env.credit.estimators import Estimator
 from gspo_env.credit.scores import ScoreChoice, Scores
 from gspo_env.engines.base import NamedTensors
 from gspo_env.episodes.writer import Tokens
-from gspo_env.errors import GspoEnvError, OutputError
 from gspo_env.files import check_types
 from gspo_env.health.findings import Finding
 from gspo_env.health.startup import check_first_steps
@@ -37,12 +34,6 @@ from gspo_env.types import FloatArray, Group, Score, Task
 
 if TYPE_CHECKING:
     from gspo_env.training.resume import Checkpoint
-
-_DAMAGE = (
-    *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError),
-    SafetensorError,
-)
-"""What a state from an untrusted folder raises if it is not that of a run."""
 
 logger = logging.getLogger(__name__)
 
@@ -232,15 +223,8 @@ class Loop:
         Raises:
             OutputError: It is not the state of a run.
         """
-        try:
-            self._restore(checkpoint, checkpoint.numbers)
-        except GspoEnvError:
-            raise
-        except _DAMAGE as error:
-            raise OutputError(
-                f"{str(checkpoint.folder)!r} is damaged: {type(error).__name__}: {error}; expected "
-                "the checkpoint of a run"
-            ) from error
+        with checkpoint.reading() as state:
+            self._restore(checkpoint, state)
 
     def _restore(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
         check_types(state, self._state())

@@ -9,14 +9,14 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.env.registration import class_of, read_members
-from gspo_env.errors import ConfigError, ModelError, OutputError
+from gspo_env.errors import ConfigError, GspoEnvError, ModelError, OutputError
 from gspo_env.files import (
     MODEL,
     check_folder,
@@ -42,6 +42,7 @@ from gspo_env.training.checkpoints import (
     FORMAT,
     START,
     Checkpoints,
+    begin_again,
     checksum,
     fingerprint,
     without_checkpoint,
@@ -71,6 +72,8 @@ _FACTS: Mapping[str, Any] = {
     **{"recorded": {"metrics": 0, "calls": 0}, "score": {}},
 }
 """What a checkpoint says of its run, as an example."""
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+"""What a state from an untrusted folder raises if it is not that of a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +88,30 @@ class Checkpoint:
     def step(self) -> int:
         """The last step that is part of it."""
         return int(self.numbers["step"])
+
+    @property
+    def in_imitation(self) -> bool:
+        """Whether the run has to imitate before its first step."""
+        return "imitation" in self.numbers
+
+    @contextmanager
+    def reading(self) -> Iterator[Mapping[str, Any]]:
+        """Returns a context with the numbers, in which a state is restored.
+
+        Raises:
+            OutputError: It is not the state of a run.
+        """
+        from safetensors import SafetensorError
+
+        try:
+            yield self.numbers
+        except GspoEnvError:
+            raise
+        except (*_DAMAGE, SafetensorError) as error:
+            raise OutputError(
+                f"{str(self.folder)!r} is damaged: {type(error).__name__}: {error}; expected the "
+                "checkpoint of a run"
+            ) from error
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors by name, one file after the other."""
@@ -102,7 +129,7 @@ class Resumed:
     checkpoint: Checkpoint
     config: Config
     model: Any
-    """The model before training, or the name that finds it."""
+    """The model before training, or the name that finds it; empty if the recipe makes it again."""
     tokenizer: Any
 
     @property
@@ -124,7 +151,8 @@ class Resumed:
             ModelError: It is another one.
         """
         if fingerprint(model) != self.checkpoint.numbers["fingerprint"]:
-            source = self.checkpoint.numbers["model"] or "in checkpoints/start"
+            made = "of the recipe" if self.checkpoint.in_imitation else "in checkpoints/start"
+            source = self.checkpoint.numbers["model"] or made
             raise ModelError(
                 f"the model {source!r} has other weights than when the run "
                 f"{str(self.checkpoints.run)!r} began; expected the same"
@@ -159,7 +187,7 @@ def open_run(run: Path, config: Config | None) -> Resumed:
         config = changed_config(run, checkpoint, config)
         checkpoints.settings, checkpoints.failed = config.checkpoints, int(numbers["failed"])
         model, tokenizer = numbers["model"], None
-        if not model:
+        if not model and not checkpoint.in_imitation:
             model, tokenizer = _load_start(checkpoints.folder / START, numbers["dtype"])
         unlock.pop_all()
     return Resumed(
@@ -192,7 +220,7 @@ def newest_checkpoint(checkpoints: Checkpoints) -> Checkpoint:
     if problems:
         raise OutputError(
             f"expected a checkpoint in {str(checkpoints.folder)!r}, found only damaged ones "
-            f"({'; '.join(problems.values())}); start a new run"
+            f"({'; '.join(problems.values())}); {begin_again(checkpoints.run)}"
         )
     raise OutputError(without_checkpoint(checkpoints.run))
 

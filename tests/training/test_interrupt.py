@@ -102,6 +102,13 @@ def until(path, process):
         time.sleep(0.01)
 
 
+def until_imitation(*arguments):
+    """Starts a training; returns its process and its first step of the imitation that is shown."""
+    process = start(*arguments)
+    line = next(line for line in process.stdout if line.startswith("imitation "))
+    return process, int(line.split()[1].partition("/")[0])
+
+
 def steps():
     return sorted(int(p.name[-6:]) for p in Path("run/checkpoints").glob("step-*"))
 
@@ -201,10 +208,9 @@ def test_a_killed_run_resumes_without_gaps_or_doubled_points():
 
 
 @pytest.mark.slow
-def test_a_run_stopped_in_its_warm_up_says_how_to_begin_again_and_so_does_resume(capsys):
-    process = start("--config", "run.toml", "--imitation-steps", "100000", "--steps", "1")
-    until("run/config.toml", process)
-    time.sleep(0.5)
+def test_a_run_without_a_checkpoint_says_how_to_begin_again_and_so_does_resume(capsys):
+    steps = ("--imitation-steps", "90000", "--steps", "1")
+    process, _ = until_imitation("--config", "run.toml", "--keep", "0", *steps)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
     assert process.returncode == 130
@@ -214,6 +220,24 @@ def test_a_run_stopped_in_its_warm_up_says_how_to_begin_again_and_so_does_resume
     assert again in refused(capsys, "train", "--resume", "run")
     main([*again.split()[4:], "--imitation-steps", "4"])
     assert Path("run-again/model").is_dir()
+
+
+@pytest.mark.slow
+def test_a_run_stopped_in_its_imitation_resumes_there():
+    process, step = until_imitation("--config", "run.toml", "--imitation-steps", "90000")
+    assert step == 20
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130
+    assert "stops after this step and saves it" in errors
+    assert "Resume with: gspo-env train --resume run" in errors
+    assert "Traceback" not in errors
+    assert Path("status").read_text() == "KILLED"
+    process, again = until_imitation("--resume", "run")
+    process.kill()
+    process.communicate()
+    assert again >= 20
+    assert Path("begun").read_text() == "the first"
 
 
 @pytest.mark.slow

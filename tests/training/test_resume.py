@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.runs import sign, talks, timeless
+from support.talks import write as write_talks
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
 from gspo_env.config import CheckpointConfig, load_toml, override, to_toml
 from gspo_env.credit.estimate import CreditConfig
 from gspo_env.errors import ConfigError, ModelError, OutputError
+from gspo_env.files import check_output
+from gspo_env.model.weights import find_weights
+from gspo_env.recipes.build import Imitation
 from gspo_env.seeding import seed_generators
+from gspo_env.training import checkpoints
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.resume import changed_config, newest_checkpoint
 from gspo_env.trust import record
@@ -111,6 +117,67 @@ def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(way, tmp_path
         assert all(map(torch.equal, whole.model.parameters(), again.model.parameters()))
 
 
+BEFORE = {
+    "the tiny model, whose schedule begins again": ({"imitation_learning_rate": 1e-9}, 0, (13, 41)),
+    "a model": ({"name": "imitate", "demonstrations": 20, "imitation_steps": 9}, 0, (3, 7)),
+    "an adapter": ({"name": "imitate", "demonstrations": 20, "imitation_steps": 9}, 2, (1, 8)),
+}
+
+
+@pytest.fixture
+def kills(monkeypatch):
+    """An imitation is saved after these steps, and its run copied as a kill leaves it."""
+    places, step, write = [], Imitation.step, Checkpoints._write
+
+    def timed(self):
+        loss = step(self)
+        monkeypatch.setattr(checkpoints, "_PAUSE", 0 if len(self.losses) in places else 1e9)
+        return loss
+
+    def copying(self, name, fill):
+        write(self, name, fill)
+        if checkpoints._PAUSE == 0:
+            to = Path(f"killed{places.pop(0)}")
+            shutil.copytree(self.run, to, symlinks=True)
+            record(to, load_toml(to / "config.toml"), "base" if Path("base").exists() else "")
+
+    monkeypatch.setattr(Imitation, "step", timed)
+    monkeypatch.setattr(Checkpoints, "_write", copying)
+    monkeypatch.setattr(checkpoints, "_PAUSE", 1e9)
+    return places
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=[pytest.mark.slow] * (w == "an adapter")) for w in BEFORE]
+)
+def test_an_imitation_that_is_killed_twice_ends_with_the_bits_of_the_whole_one(way, kills, done):
+    recipe, rank, places = BEFORE[way]
+    settings = talks(steps=1, eval_every=0, recipe=recipe, learner={"lora_rank": rank})
+    if "name" in recipe:
+        shutil.copytree(done / "model", "base")
+        settings = dataclasses.replace(settings, model="base")
+    kills[:] = places[:1]
+    whole = GSPOAgent(config=settings)
+    whole.train()
+    first, last = (Path(f"killed{steps}") for steps in places)
+    kills[:] = places[1:]
+    GSPOAgent.resume(first).train()
+    same(Path("run/checkpoints/step-000001"), first / "checkpoints/step-000001")
+    torch.rand(3)
+    again = GSPOAgent.resume(last)
+    assert not again.finished
+    again.train()
+    assert all(map(torch.equal, whole.model.parameters(), again.model.parameters()))
+    for step in (0, 1):
+        name = f"checkpoints/step-{step:06d}"
+        same(Path("run") / name, last / name)
+    names = {path.name for path in Path("run/checkpoints").iterdir()}
+    assert names == {path.name for path in (last / "checkpoints").iterdir()}
+    assert "imitation" not in json.loads((last / "checkpoints/step-000000/state.json").read_text())
+    texts = [(run / "metrics.jsonl").read_text() for run in (Path("run"), last)]
+    assert len(texts[0].splitlines()) == len(texts[1].splitlines())
+
+
 def truncated(file):
     file.write_bytes(file.read_bytes()[:-100])
 
@@ -140,6 +207,93 @@ def done(tmp_path_factory):
         patch.chdir(folder)
         GSPOAgent(config=talks(steps=3)).train()
     return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The folder of a run that SIGTERM stopped while it imitated."""
+    folder, step = tmp_path_factory.mktemp("stopped"), Imitation.step
+
+    def stopping(self):
+        loss = step(self)
+        if self.steps == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return loss
+
+    shutil.copy(TALK, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(Imitation, "step", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            GSPOAgent(config=talks(steps=1)).train()
+    return folder / "run"
+
+
+def test_a_signal_in_the_imitation_saves_it_and_no_command_takes_it_for_a_trained_run(stopped):
+    shutil.copytree(stopped, "run")
+    record(Path("run"), load_toml("run/config.toml"))
+    state = json.loads(Path("run/checkpoints/step-000000/state.json").read_text())
+    assert len(state["imitation"]["losses"]) == 5
+    with pytest.raises(ModelError, match="the run 'run' has no model yet"):
+        find_weights("run")
+    with pytest.raises(OutputError, match="not empty"):
+        check_output("run")
+    with pytest.raises(ConfigError, match="seed is 1, and 0 in the run that is resumed"):
+        GSPOAgent.resume("run", override(load_toml("run/config.toml"), {"seed": 1}))
+    changed = override(load_toml("run/config.toml"), {"steps": 2})
+    assert [step for step, _ in GSPOAgent.resume("run", changed).train()] == [0, 1, 2, 2]
+    assert find_weights("run").step == 2
+
+
+def test_a_damaged_checkpoint_of_an_imitation_is_named_with_the_command_that_begins_again(stopped):
+    shutil.copytree(stopped, "run")
+    flipped(Path("run/checkpoints/step-000000/state-00001.safetensors"))
+    again = "begin again with: gspo-env train --config run/config.toml --output run-again"
+    with pytest.raises(OutputError, match=rf"state-00001.safetensors has other.*{again}"):
+        GSPOAgent.resume("run")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"losses": "x"}, "state.losses is 'x'"),
+        ({"losses": ["x"]}, "could not convert"),
+        ({"losses": [1.0] * 41}, "imitation.began is 0"),
+        ({"began": 6}, "imitation.began is 6"),
+        ({"began": []}, r"state.began is \[\]"),
+    ],
+)
+def test_a_forged_checkpoint_of_an_imitation_is_refused_in_one_sentence(stopped, change, sentence):
+    shutil.copytree(stopped, "run")
+    record(Path("run"), load_toml("run/config.toml"))
+    file = Path("run/checkpoints/step-000000/state.json")
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps(state | {"imitation": state["imitation"] | change}))
+    sign(file)
+    with pytest.raises(OutputError, match=f"is damaged: .*{sentence}"):
+        GSPOAgent.resume("run").train()
+
+
+def test_an_imitation_of_other_demonstrations_is_resumed_with_a_warning(kills, done, caplog):
+    shutil.copytree(done / "model", "base")
+    ask = {"role": "user", "content": "say"}
+    lines = [{"messages": [ask, {"role": "assistant", "content": text}]} for text in "abc"]
+    write_talks(Path("talks.jsonl"), *lines)
+    recipe = {"name": "imitate", "conversations": "talks.jsonl", "imitation_steps": 4}
+    kills[:] = [2]
+    settings = dataclasses.replace(talks(steps=1, eval_every=0, recipe=recipe), model="base")
+    GSPOAgent(config=settings).train()
+    shutil.copytree("killed2", "same")
+    record(Path("same"), load_toml("run/config.toml"), "base")
+    GSPOAgent.resume("same").train()
+    warning = "the demonstrations are not those that the run has imitated so far"
+    assert warning not in caplog.text
+    write_talks(Path("talks.jsonl"), *lines[::-1])
+    with pytest.raises(ConfigError, match=r"talks.jsonl.* changed since you trained there"):
+        GSPOAgent.resume("killed2")
+    changed = load_toml("killed2/config.toml")
+    assert [step for step, _ in GSPOAgent.resume("killed2", changed).train()] == [0, 1, 1]
+    assert warning in caplog.text
 
 
 @pytest.mark.parametrize("how", DAMAGE)
