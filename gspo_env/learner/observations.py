@@ -65,4 +65,6 @@ def _with_observations_as_targets(sample: Sample) -> Sample:
     """Returns the same tokens, of which the observations are predicted too."""
     turn_ids = np.where(_observed(sample), 0, sample.turn_ids)
     advantages = np.zeros(int((turn_ids >= 0).sum()))
-    return replace(sample, turn_ids=turn_ids, advantages=advantages, engine_logprobs=None)
+    return replace(
+        sample, turn_ids=turn_ids, advantages=advantages, engine_logprobs=None, ages=None
+    )

@@ -21,7 +21,7 @@ def turn(parent, prompt, action, mask=None):
 
 
 def samples_of(*played):
-    return to_samples([turns.episode(*played)], [np.zeros(len(played))])
+    return to_samples([turns.episode(*played)], [np.zeros(len(played))], version=2)
 
 
 def test_observations_are_the_prompts_of_later_turns_and_no_sampled_token():
