@@ -472,14 +472,23 @@ class Episode:
         pairs = zip(self.turns, roles, strict=False)
         return tuple("user" if turn.kind == "summary" else role for turn, role in pairs)
 
+    @property
+    def action_turns(self) -> tuple[int, ...]:
+        """The indices of the turns that the environment saw: all but summaries."""
+        return tuple(k for k, turn in enumerate(self.turns) if turn.kind == "action")
+
     def played_messages(self, last: int | None = None) -> list[Message]:
         """Returns the messages from the first action, as text, to that of a turn, by default all.
 
-        They follow `Prompt.first_messages` of the first turn's observation.
+        They follow `Prompt.first_messages` of the first turn's observation. Summaries are left out,
+        which the environment does not see.
         """
-        messages = []
-        for k, turn in enumerate(self.turns[: None if last is None else last + 1]):
-            if k:
+        messages: list[Message] = []
+        for k in self.action_turns:
+            if last is not None and k > last:
+                break
+            turn = self.turns[k]
+            if messages:
                 messages.append(Message(role=self.roles[k], content=turn.observation))
             messages.append(Message(role="assistant", content=turn.text))
         return messages

@@ -792,12 +792,16 @@ def main() -> None:
 
 
 def read_results(file: Path) -> list[tuple[Row, str]]:
-    """Returns the rows of a file of results whose settings still exist, and how they last ended."""
+    """Returns the rows of a file of results whose values still exist, and how they last ended.
+
+    They had the usual value of a setting that is new.
+    """
     ends: dict[str, tuple[Row, str]] = {}
     texts = {n: {json.dumps(v): v for v in options} for n, options in domains_cache().items()}
     for line in file.read_text().splitlines() if file.exists() else ():
         result = json.loads(line)
-        row = {n: texts[n].get(json.dumps(result["row"].get(n)), texts) for n in texts}
+        result["row"] = {**usual_row(), **result["row"]}
+        row = {n: texts[n].get(json.dumps(result["row"][n]), texts) for n in texts}
         if texts not in row.values():
             ends[json.dumps(row)] = row, result["end"]
     return [*ends.values()]

@@ -207,7 +207,7 @@ def to_lines(episode: Episode) -> list[str]:
 
     first = episode.reset.messages
     is_whole = bool(first) and first[-1].role != "assistant"
-    if not is_whole and not any(turn.info.messages for turn in episode.turns):
+    if not is_whole and not any(episode.turns[k].info.messages for k in episode.action_turns):
         return [_line(episode, _messages(episode), episode.prompt.tools)]
     infos = [turn.info for turn in episode.turns[:-1]]
     requests: list[ResetInfo | StepInfo] = [episode.reset, *infos]
@@ -228,11 +228,11 @@ def to_lines(episode: Episode) -> list[str]:
 def _messages(episode: Episode) -> list[Message]:
     """Returns the conversation of an episode of a text environment."""
     messages = [*episode.prompt.first_messages(episode.turns[0].observation)]
-    turns = iter(enumerate(episode.turns))
+    turns = iter(episode.action_turns)
     for message in episode.played_messages():
         if message.role == "assistant":
-            k, turn = next(turns)
-            message = _answer(turn, episode.prompt.tools)
+            k = next(turns)
+            message = _answer(episode.turns[k], episode.prompt.tools)
             calls = [replace(c, id=f"call_{k}_{n}") for n, c in enumerate(message.tool_calls)]
             message = replace(message, tool_calls=tuple(calls))
         elif message.role == "tool":

@@ -82,10 +82,10 @@ class Evaluate:
                     )
             env = "".join(self.env) or "gspo/Lookup-v0"
             agent = load_agent("scripted")(env, **self.env_kwargs)
-            tasks = self.tasks or 256
-            groups = agent.evaluate(tasks, self.samples)
+            split = agent.split(self.tasks or 256)
+            groups = agent.evaluate(split.tasks, self.samples)
             print_episodes(groups, self.show)
-            print_scores(groups, agent.split(tasks))
+            print_scores(groups, split)
         else:
             weights = find_weights(model, self.step, best=self.best)
             print(f"gspo-env {__version__}: loading {visible(str(weights))}", flush=True)
@@ -101,14 +101,14 @@ class Evaluate:
             with Progress() as progress:
                 show, done = progress.when_slow(5.0), itertools.count(1)
                 groups = agent.evaluate(
-                    self.tasks,
+                    split.tasks,
                     self.samples,
                     self.seed or 0,
                     temperature=self.temperature,
                     on_group=lambda: show("evaluation", next(done), len(split.tasks)),
                 )
             print_episodes(groups, self.show, agent.chat.decode_all)
-            print_scores(groups, agent.split(len(groups)))
+            print_scores(groups, split)
             for finding in check_first_evaluation(agent.config, groups, "in this evaluation"):
                 print(f"note     {finding}")
 

@@ -59,11 +59,14 @@ class Sync:
         received = {name: Received.load(folder, name) for name in parts(config.tracker)}
         for name, choice in parts(config.tracker).items():
             address = redact_text(getattr(choice, "address", ""))
-            if received[name].address != address and not self.tracking_uri:
+            if received[name].address == address:
+                continue
+            if not self.tracking_uri:
                 raise ConfigError(
                     f"the run is tracked at {received[name].address!r}, and the environment names "
                     f"{address!r}; choose one with --tracking-uri"
                 )
+            received[name] = Received()  # the store may be another one, which lacks the run
         if all(each.is_complete(folder) for each in received.values()):
             print("The tracker has everything.")
             return

@@ -116,11 +116,11 @@ class Judge(ChatClient, GroupReward):
 
     def _units(self, group: Group) -> list[list[Place]]:
         """Returns the places that are judged together."""
-        played = enumerate(group.episodes)
-        units = [[(g, len(e.turns) - 1) for g, e in played if e.turns and not e.failed]]
+        played = [(g, e.action_turns) for g, e in enumerate(group.episodes) if not e.failed]
+        units = [[(g, turns[-1]) for g, turns in played if turns]]
         if self.per == "turn":
-            longest = max((last for _, last in units[0]), default=-1)
-            units = [[(g, k) for g, last in units[0] if k <= last] for k in range(longest + 1)]
+            longest = max((len(turns) for _, turns in played), default=0)
+            units = [[(g, t[n]) for g, t in played if n < len(t)] for n in range(longest)]
         if self.kind == "score":
             return [[place] for unit in units for place in unit]
         return [unit for unit in units if len(unit) > 1]  # nothing to compare one with

@@ -18,7 +18,7 @@ from gspo_env.recipes.build import build
 from gspo_env.recipes.conversations import read_conversations, read_demonstrations
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.tools.calls import parse_tool_calls
-from gspo_env.types import Message, Prompt, ResetInfo, Task, Turn
+from gspo_env.types import Message, Prompt, ResetInfo, StepInfo, Task, Turn
 
 PROGRAM = """
 import httpx2 as httpx
@@ -175,6 +175,19 @@ def test_an_answer_is_recorded_as_the_program_received_it():
     played = Turn(text="amber", observation="hi", reward=0.0, message=parsed)
     (line,) = to_lines(episode(played, reset=asked))
     assert json.loads(line)["messages"][-1]["content"] == "AMBER"
+
+
+def test_a_compacted_episode_is_recorded_as_the_environment_saw_it():
+    user, tool = Message(role="user", content="hi"), {"observation_role": "tool"}
+    after = StepInfo(messages=(user, Message(role="assistant", content="short")), **tool)
+    played = [
+        Turn(text="one", observation="hi", reward=0.0, info=StepInfo(**tool)),
+        Turn(text="short", observation="In short?", reward=0.0, kind="summary", info=after),
+        Turn(text="two", observation="go on", reward=1.0, parent=None),
+    ]
+    (line,) = to_lines(episode(*played))
+    said = [(m["role"], m["content"]) for m in json.loads(line)["messages"]]
+    assert said == [("user", "hi"), ("assistant", "one"), ("tool", "go on"), ("assistant", "two")]
 
 
 def test_no_captured_task_is_one_that_training_holds_out(tmp_path, capsys):

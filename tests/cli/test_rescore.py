@@ -43,7 +43,10 @@ ALONE = [
 
 
 def answer(turn):
-    return PolicyOutput(text=f"it is {turn.turn}", action_ids=(5, 6, 7 + turn.turn))
+    """Summarises the conversation after its first turn."""
+    question = "And in short?" if turn.turn == 1 else None
+    ids = (5, 6, 7 + turn.turn)
+    return PolicyOutput(text=f"it is {turn.turn}", action_ids=ids, question=question)
 
 
 @pytest.mark.parametrize("system", [None, "Answer in one word."])

@@ -77,6 +77,19 @@ def test_each_kind_of_question_rewards_the_turns_it_is_about(server, kind, per, 
         assert after.turns[-1].info.reward_parts["judge_cost"] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("per", "rewards"), [("turn", [[0, 0, 1], [1, 0]]), ("episode", [[0, 0, 1], [0, 0]])]
+)
+def test_a_summary_of_the_conversation_is_neither_judged_nor_shown(server, per, rewards):
+    played = group(["quality 1", "quality 7", "quality 9"], ["quality 4", "quality 2"])
+    first, other = played.episodes
+    turns = [replace(t, kind="summary") if t.text == "quality 7" else t for t in first.turns]
+    played = replace(played, episodes=(replace(first, turns=tuple(turns)), other))
+    scored = score(judge(server, kind="rank", per=per), played)
+    assert [e.rewards.tolist() for e in scored.episodes] == rewards
+    assert not any("quality 7" in question for question in server.questions)
+
+
 def test_each_criterion_is_a_question_of_its_own_and_counts_by_its_weight(server):
     server.before = lambda _, question: "10" if "Criterion: It is kind." in question else None
     reward = judge(server, criteria={"It is true.": 3.0, "It is kind.": 1.0}, price=(1.0, 1.0))

@@ -59,7 +59,8 @@ def _score(
     alone = [m["role"] for m in prompt if m["role"] != "system"] == ["user"]
     plain = is_text(row[column]) if column in row else alone
     ids: tuple[int, ...] = ()
-    for k, turn in enumerate(turns):
+    for k in episode.action_turns:
+        turn = turns[k]
         value, parts, scored = 0.0, dict[str, float](), None
         ids += turn.action_ids
         is_last = k == len(turns) - 1
