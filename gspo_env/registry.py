@@ -25,6 +25,7 @@ from gspo_env.errors import ConfigError, MissingExtraError
 
 BUILTIN: dict[str, dict[str, str]] = {
     "advantage": {
+        "by_agent": "gspo_env.credit.agents:ByAgent",
         "distillation": "gspo_env.training.distillation:Distillation",
         "gigpo": "gspo_env.credit.turn_estimators:GiGPO",
         "group_gae": "gspo_env.credit.turn_estimators:GroupGAE",

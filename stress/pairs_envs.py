@@ -81,7 +81,7 @@ class Final(Words):
 
 
 class Both(Words):
-    """Rewards turns, and gives an outcome at a terminal state."""
+    """Rewards turns, gives an outcome at a terminal state, and has an agent for each turn."""
 
     gives_outcome = True
     credit_score = "sum"
@@ -90,7 +90,14 @@ class Both(Words):
     def info(self, action: str, done: bool) -> dict[str, Any]:
         """Returns the outcome at a terminal state, and a part of the reward for most texts."""
         parts = {"even": pay(action[::-1])} if pay(action) else {}
-        return {"reward_parts": parts, **({"episodic_reward": 2 * pay(action)} if done else {})}
+        parts |= {"left": pay(action), "right": -pay(action)} if done or self.turn > 1 else {}
+        outcome = {"episodic_reward": 2 * pay(action)} if done else {}
+        return {"reward_parts": parts, "agent": "right", **outcome}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        """Begins with the first of two agents."""
+        observation, info = super().reset(seed=seed, options=options)
+        return observation, info | {"agent": "left"}
 
 
 class Masked(Words):

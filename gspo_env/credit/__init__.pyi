@@ -1,3 +1,4 @@
+from .agents import ByAgent as ByAgent
 from .estimate import Credit as Credit
 from .estimate import CreditConfig as CreditConfig
 from .estimate import estimate as estimate

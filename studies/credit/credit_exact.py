@@ -40,7 +40,9 @@ GROUPS = 2000
 
 def estimators(scale: str):
     """Returns the six estimators, and one with credit for the immediate reward only."""
-    names = sorted({*BUILTIN["advantage"]} - {"distillation", "parts"})  # those have other rewards
+    names = sorted(
+        {*BUILTIN["advantage"]} - {"by_agent", "distillation", "parts"}
+    )  # those have other rewards
     made = {name: find("advantage", name)(scale=scale) for name in names}
     made["immediate only"] = ReturnsToGo(gamma=0.0, scale=scale)
     return made

@@ -60,7 +60,7 @@ def main() -> None:
     found: dict[tuple[str, str], list[Direction]] = {}
     for problem in PROBLEMS:
         print(problem)
-        for name in sorted({*BUILTIN["advantage"]} - {"distillation", "parts"}):
+        for name in sorted({*BUILTIN["advantage"]} - {"by_agent", "distillation", "parts"}):
             for scale in SCALES:
                 results = directions(problem, name, scale, 4)
                 found.setdefault((name, scale), []).extend(results)

@@ -249,7 +249,7 @@ def main() -> None:
     arms: dict[str, tuple[Estimator, Loss | Centred]] = {
         f"{n} with gspo": (find("advantage", n)(), GSPO())
         for n in sorted(
-            {*BUILTIN["advantage"]} - {"distillation", "parts"}
+            {*BUILTIN["advantage"]} - {"by_agent", "distillation", "parts"}
         )  # those have other rewards
     }
     arms["outcome, scale mean, with gspo"] = Outcome(scale="mean"), GSPO()

@@ -46,7 +46,9 @@ CASES = ((0.5, 0.0), (0.5, 0.2), (0.2, 0.1), (0.0, 0.5))
 
 def estimators() -> dict[str, Estimator]:
     """Returns the built-in estimators of rewards, and a second setting of one."""
-    names = sorted({*BUILTIN["advantage"]} - {"distillation", "parts"})  # those have other rewards
+    names = sorted(
+        {*BUILTIN["advantage"]} - {"by_agent", "distillation", "parts"}
+    )  # those have other rewards
     made = {name: find("advantage", name)() for name in names}
     made["normalize_then_accumulate, per turn"] = find("advantage", "normalize_then_accumulate")(
         per="turn"

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.credits import check, episode, group
 
-from gspo_env.credit import Parts, estimate
+from gspo_env.credit import ByAgent, Parts, estimate
 from gspo_env.credit.estimate import CreditConfig
 from gspo_env.errors import ConfigError
-from gspo_env.types import StepInfo, Timing
+from gspo_env.types import ResetInfo, StepInfo, Timing
 
 
 def rated(*turns, **fields):
@@ -142,3 +142,29 @@ def test_a_run_without_a_weight_is_refused():
         Parts().check()
     with pytest.raises(ConfigError, match="expected a weight other than 0"):
         Parts(weights={"a": 0}).advantages(group(rated({"a": 1.0}), rated({"a": 0.0})))
+
+
+def game(*agents, key=None, **rewards):
+    """An episode with a turn for each agent, whose last turn pays each agent its own."""
+    bare = rated(*[{}] * (len(agents) - 1), rewards, keys=[key] * len(agents))
+    following = [*agents[1:], None]
+    turns = [
+        replace(turn, info=replace(turn.info, agent=agent))
+        for turn, agent in zip(bare.turns, following, strict=True)
+    ]
+    return replace(bare, turns=tuple(turns), reset=ResetInfo(agent=agents[0]))
+
+
+def test_each_turn_has_the_credit_of_its_agent():
+    played = group(game("x", "y", x=1.0, y=-1.0), game("x", "y", x=0.0, y=0.0))
+    check(ByAgent().advantages(played), [0.5, -0.5], [-0.5, 0.5])
+    check(ByAgent(weights={"y": 0.0, "x": 2}).advantages(played), [1.0, 0.0], [-1.0, 0.0])
+    check(ByAgent(scale="std").advantages(played), [1.0, -1.0], [-1.0, 1.0])
+    # a game that was cut pays nobody; equal rewards teach nothing
+    check(ByAgent(missing=-1.0).advantages(group(game("x", x=1.0), game("x"))), [1.0], [-1.0])
+    assert not ByAgent().teaches(group(game("x", x=1.0), game("x", x=1.0)))
+    # an agent is compared with itself in the same state only
+    apart = group(game("x", key="a", x=1.0), game("x", key="b", x=0.0), game("x", key="b", x=2.0))
+    check(ByAgent().advantages(apart), [0.0], [-1.0], [1.0])
+    with pytest.raises(ConfigError, match="weights has x='a lot'; expected finite numbers"):
+        ByAgent(weights={"x": "a lot"})

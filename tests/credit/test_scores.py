@@ -25,7 +25,7 @@ RECIPE = {
     **{"hidden_size": 16, "layers": 1, "heads": 2},
     **{"imitation_steps": 80, "imitation_learning_rate": 2e-2},
 }
-ESTIMATORS = sorted({*BUILTIN["advantage"]} - {"distillation", "parts"})
+ESTIMATORS = sorted({*BUILTIN["advantage"]} - {"by_agent", "distillation", "parts"})
 
 LATER = {"returns_to_go": {"gamma": 0.5}, "normalize_then_accumulate": {}, "turn_plus_outcome": {}}
 """Estimators that learn from episodes whose equal rewards come at different turns."""

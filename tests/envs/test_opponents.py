@@ -106,7 +106,7 @@ def test_a_folder_is_an_opponent_that_repeats_with_the_seed(tmp_path, monkeypatc
         hidden_size=32, demonstrations=60, imitation_steps=30, imitation_learning_rate=1e-2
     )
     limits = {"max_turn_tokens": 8, "max_context": 1024}
-    by_player = find("advantage", "examples/self_play.py:ByPlayer")()
+    by_player = find("advantage", "by_agent")(missing=-1.0)
     config = Config.from_recipe(shape, rollout=limits, advantage=by_player)
     agent = load_agent("gspo")(env="examples/self_play.py:Nim", config=config)
     agent.warm_up()

@@ -30,7 +30,7 @@ from studies.credit.exact import (
     true_gradient,
 )
 
-ESTIMATORS = sorted({*BUILTIN["advantage"]} - {"distillation", "parts"})
+ESTIMATORS = sorted({*BUILTIN["advantage"]} - {"by_agent", "distillation", "parts"})
 
 
 @pytest.mark.slow
