@@ -111,6 +111,9 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "learner.minibatches": (1, 2, 4),
     "learner.microbatch_tokens": (0, 80),
     "learner.observation_coef": (0.0, 0.1),
+    "learner.entropy_coef": (0.0, 0.05),
+    "learner.entropy_target": (0.0, 1.5),
+    "learner.entropy_share": (1.0, 0.3),
     "learner.lora_rank": (0, 2),
     "advantage.gamma": (1.0, 0.8),
     "advantage.lam": (0.95, 0.0),
@@ -143,7 +146,7 @@ CONSTANT = {
     ),
     "curriculum": "share decay option values success window",
     "compaction": "instruction summary_tokens",
-    "advantage": "teacher hint weight weights turn_steps credit estimator",
+    "advantage": "teacher hint weight weights missing turn_steps credit estimator",
 }
 """Settings that stay as they are: sizes whose value does not choose another computation, what says
 where a run is played and kept, and those that `ENVIRONMENTS` and `ARGUMENTS` have."""

@@ -47,6 +47,9 @@ class Run:
         self.start = self._rounded({n: p.detach() for n, p in self.model.named_parameters()})
         self.teacher = load_file(teacher / "model.safetensors")
         self.tokenizer = AutoTokenizer.from_pretrained(start)
+        self.coefficient = self.settings["learner"]["entropy_coef"]
+        self.low = not self.settings["learner"]["entropy_target"]
+        """Whether the mean entropy of the last step was low enough for the bonus."""
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.updates = 0
         self.notes = json.loads((folder / "notes.json").read_text())
@@ -164,8 +167,13 @@ class Run:
                 whole[plain] = whole[plain] + factor * (up @ down)
         return whole
 
-    def logprobs(self, leaves: Mapping[str, Tensor], rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Returns the log-probability of each token of sequences but the first, in one batch."""
+    def logprobs(
+        self, leaves: Mapping[str, Tensor], rows: Sequence[Sequence[int]], entropy: bool = False
+    ) -> list[Tensor]:
+        """Returns the log-probability of each token of sequences but the first, in one batch.
+
+        If `entropy`, it is the entropy of the distribution of each token.
+        """
         longest = max(map(len, rows))
         ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
@@ -173,17 +181,20 @@ class Run:
         logits = functional_call(self.model, dict(leaves), (), arguments).logits
         all_lp = (logits[:, :-1].double() / self.temperature).log_softmax(-1)
         lp = all_lp.gather(-1, ids[:, 1:, None])[..., 0]
+        lp = -(all_lp.exp() * all_lp).sum(-1) if entropy else lp
         return [lp[n, : len(row) - 1] for n, row in enumerate(rows)]
 
-    def sampled(self, leaves: Mapping[str, Tensor], records: Sequence[Any]) -> list[list[Tensor]]:
-        """Returns the log-probability of each sampled token by episode and turn."""
+    def sampled(
+        self, leaves: Mapping[str, Tensor], records: Sequence[Any], entropy: bool = False
+    ) -> list[list[Tensor]]:
+        """Returns the log-probability (or entropy) of each sampled token by episode and turn."""
         contexts = [context(r, k) for r in records for k in range(len(r.turns))]
         if not contexts:
             return [[] for _ in records]
         flat = iter(
             lp[len(lp) - n :] if n else lp[:0]
             for lp, n in zip(
-                self.logprobs(leaves, [c for c, _ in contexts]),
+                self.logprobs(leaves, [c for c, _ in contexts], entropy),
                 [n for _, n in contexts],
                 strict=True,
             )
@@ -272,6 +283,8 @@ class Run:
                 self.fault(f"{where} trainer log-probability", got, want, 1e-4 * self.slack)
         # in half precision, noise decides which of the engine's ratios the clip blocks
         noisy = self.slack > 1 and self.settings["loss"]["old_logprobs"] == "engine"
+        # and which tokens have the highest entropy
+        noisy = noisy or (self.slack > 1 and self.settings["learner"]["entropy_share"] < 1)
         if known and trained and not noisy:
             self._update(step, trained, [old[numbers[id(r)]] for r in trained], credit)
 
@@ -295,10 +308,11 @@ class Run:
         for part in parts:
             leaves = {n: w.requires_grad_() for n, w in masters.items()}
             rounded = {n: w + (self._rounded({n: w})[n] - w).detach() for n, w in leaves.items()}
-            loss, observed = self._loss(
-                step, rounded, [trained[n] for n in part], [old[n] for n in part], credit
-            )
-            (loss + settings["observation_coef"] * observed).backward()
+            own = [trained[n] for n in part]
+            chosen, count = self._choose(step, own, credit)
+            loss, observed = self._loss(step, rounded, own, [old[n] for n in part], credit, chosen)
+            bonus = self._bonus(rounded, own, chosen, count)
+            (loss + settings["observation_coef"] * observed - bonus).backward()
             gradients = {n: w.grad for n, w in leaves.items() if w.grad is not None}
             norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
             if norm < 1e-3 * self.settings["loss"].get("kl_coef", 0.0):
@@ -377,9 +391,42 @@ class Run:
                 self.faults.append(f"{r.episode}: a ratio is {got}, expected {each:.6g}")
                 return
 
+    def _choose(
+        self, step: int, records: Sequence[Any], credit: Credit
+    ) -> tuple[list[Tensor], int]:
+        """Returns which sampled tokens of each episode are trained, and how many they are."""
+        masks = [np.concatenate(credit.tokens(r)[1] or [[]]).astype(bool) for r in records]
+        chosen = [torch.from_numpy(mask) for mask in masks]
+        share = self.settings["learner"]["entropy_share"]
+        if share < 1:
+            with torch.no_grad():
+                before = self._whole(self._rounded(self.weights(step - 1)))
+                found = self.sampled(before, records, entropy=True)
+            rows = [torch.cat(row) if row else torch.zeros(0).double() for row in found]
+            pool = torch.cat([h[c] for h, c in zip(rows, chosen, strict=True)])
+            floor = float(pool.quantile(1 - share)) - 1e-5
+            chosen = [c & (h >= floor) for h, c in zip(rows, chosen, strict=True)]
+        return chosen, sum(int(c.sum()) for c in chosen)
+
+    def _bonus(
+        self, leaves: Mapping[str, Tensor], records: Sequence[Any], chosen: Any, count: int
+    ) -> Tensor:
+        """Returns the weighted mean entropy of a minibatch; the weight of the next one adapts."""
+        target = self.settings["learner"]["entropy_target"]
+        if not self.coefficient and not target:
+            return torch.zeros(())
+        rows = self.sampled(self._whole(leaves), records, entropy=True)
+        mean = sum(torch.cat(h)[c].sum() for h, c in zip(rows, chosen, strict=True)) / count
+        bonus = self.coefficient * mean * self.low
+        if target:
+            self.low = float(mean) <= target
+            self.coefficient = min(max(self.coefficient + (0.005 if self.low else -0.005), 0), 1)
+        return bonus
+
     def _loss(
-        self, step: int, leaves: Mapping[str, Tensor], records: Sequence[Any], old: Any, credit: Any
-    ) -> tuple[Tensor, Tensor]:
+        self, step: int, leaves: Mapping[str, Tensor], records: Sequence[Any], old: Any,
+        credit: Any, chosen: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Returns the loss of a minibatch, and its observation loss."""
         settings = self.settings["loss"]
         whole = self._whole(leaves)
@@ -399,7 +446,7 @@ class Run:
             ref = torch.cat(reference[i])[keep]
             engine = torch.tensor([p for t in r.turns for p in t.engine_logprobs]).double()[keep]
             turn = torch.tensor([k for k, t in enumerate(r.turns) for _ in t.action_ids])[keep]
-            advantage = torch.from_numpy(np.concatenate(rows))[keep]
+            advantage = torch.from_numpy(np.concatenate(rows))[keep] * chosen[i][keep]
             values = objective(
                 settings,
                 self.settings["supply"]["max_staleness"],
@@ -828,6 +875,15 @@ def compare(settings: Mapping[str, Any], episodes: Sequence[Any], score: str) ->
         result = [to_go(row, gamma) for row in rows]
         if settings["root"]:
             result = [row / np.sqrt(np.arange(len(row), 0, -1)) for row in result]
+    elif name == "by_agent":
+        paid = [json.loads(r.turns[-1].reward_parts or "{}") for r in episodes]
+        turns = [(i, k, t) for i, r in enumerate(episodes) for k, t in enumerate(r.turns)]
+        result = [np.zeros(len(r.turns)) for r in episodes]
+        for i, k, turn in turns:
+            role = (turn.state_key, agent_of(episodes[i], k))
+            same = [(j, m) for j, m, t in turns if (t.state_key, agent_of(episodes[j], m)) == role]
+            row = z([paid[j].get(role[1], settings["missing"]) for j, _ in same])
+            result[i][k] = settings["weights"].get(role[1], 1.0) * row[same.index((i, k))]
     elif name == "parts":
         result = [np.zeros(len(r.turns)) for r in episodes]
         for part, weight in settings["weights"].items():
@@ -893,6 +949,12 @@ def rewards_of(record: Any, score: str) -> np.ndarray:
     if score == "outcome" or (score == "sum" and record.own_outcome):
         values[-1] += record.outcome
     return values
+
+
+def agent_of(record: Any, k: int) -> Any:
+    """Returns the agent of a turn; after a summary it is that of the summary."""
+    after = k > 0 and record.turns[k - 1].kind == "summary"
+    return agent_of(record, k - 1) if after else record.turns[k].agent
 
 
 def part_of(record: Any, part: str, rewards: Any) -> Any:

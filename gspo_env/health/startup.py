@@ -69,6 +69,11 @@ def check_player(config: Config, *, ranks: bool = False) -> None:
     """
     check_estimator(config)
     limits, engine = config.rollout, name_of("engine", config.engine)
+    if ranks and config.learner.entropy_share < 1:
+        raise ConfigError(
+            f"learner.entropy_share is {config.learner.entropy_share!r} and several ranks train, "
+            "which do not compare their tokens; expected 1, or one process"
+        )
     if ranks and engine == "vllm":
         raise ConfigError(
             f"the engine is {engine!r} and several ranks train: vLLM in the process of a rank "
@@ -198,7 +203,7 @@ def _check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Iter
                 text=f"The agents of {env_id} have rewards of their own, but the estimator "
                 f"{estimator!r} credits all turns with those of the first: the policy would learn "
                 "to lose as the others.",
-                advice="Use one like examples/self_play.py:ByPlayer, with credits_agents = True.",
+                advice="Use --advantage by_agent, or one with credits_agents = True.",
                 hopeless=True,
             )
     size, episodes = config.rollout.group_size, config.rollout.group_size * config.tasks_per_step

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ from gspo_env.model.check import RunMode, check_model
 from gspo_env.model.load import adapter_is_zero, is_adapted
 from gspo_env.model.scorer import Scorer
 from gspo_env.model.threads import tokens_of_pass
+
+if TYPE_CHECKING:
+    from gspo_env.learner.entropy import EntropyControl
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +115,12 @@ class Learner:
         self.tokens: dict[tuple[int, int], TokenValues] = {}
         """The values of the tokens of the last update, for the episodes to keep."""
         self._policy_is_reference = adapter_is_zero(self.policy)
+        self.entropy: EntropyControl | None = None
+        """None if the objective has no entropy."""
+        if config.entropy_coef or config.entropy_target:
+            from gspo_env.learner.entropy import EntropyControl
+
+            self.entropy = EntropyControl.of(config)
 
     def _frozen_copy(self, model: Any) -> Any:
         """Returns a copy of the model with its initial weights."""
@@ -160,6 +169,7 @@ class Learner:
             if math.isfinite(norm):
                 passes += results
                 grad_norms.append(norm)
+                self._see_entropy(minibatch, results)
         return UpdateStats(
             passes=to_cpu(passes),
             grad_norms=grad_norms,
@@ -169,7 +179,15 @@ class Learner:
             learning_rate=rate,
             seconds=time.perf_counter() - started,
             clip_range=self.loss.clip_range,
+            entropy_coef=self.entropy.weight if self.entropy else None,
         )
+
+    def _see_entropy(self, minibatch: Minibatch, results: Sequence[PassStats]) -> None:
+        """Lets the weight of the entropy adapt to that of a step."""
+        if self.entropy is not None and self.entropy.target:
+            sums = [each.values["entropy_sum"] for each in results]
+            total = self._total(sums or [torch.zeros(())])
+            self.entropy.see(total / (minibatch.chosen_tokens or minibatch.tokens))
 
     def prepare(self, samples: Sequence[Sample], seed: int = 0) -> list[Minibatch]:
         """Splits samples into minibatches of packed rows; those without a model token are left out.
@@ -202,7 +220,13 @@ class Learner:
         The first minibatch needs no pass for pi_old, and no pass for the reference before the first
         step of a run: its backward pass gives the same numbers.
         """
-        return [self._in_memory(part, self._score_rows) for part in minibatches]
+        scored = [self._in_memory(part, self._score_rows) for part in minibatches]
+        share = self.config.entropy_share
+        if share == 1:
+            return scored
+        from gspo_env.learner.entropy import choose_tokens
+
+        return [choose_tokens(part, share) for part in scored]
 
     def _score_rows(self, minibatch: Minibatch) -> Minibatch:
         def score(n: int, scorer: Scorer) -> Microbatch:
@@ -233,15 +257,23 @@ class Learner:
     def _scored(
         self, microbatch: Microbatch, minibatch: Minibatch, scorer: Scorer | None = None
     ) -> Microbatch:
-        loss, trainer_N, reference_N = self.loss, None, None
+        loss, trainer_N, reference_N, entropy_N = self.loss, None, None, None
         policy_is_reference = loss.needs_reference and self._policy_is_reference
         if not minibatch.first and (loss.old_logprobs == "trainer" or policy_is_reference):
             trainer_N = self.logprobs(microbatch.row, scorer)
+        if self.config.entropy_share < 1:
+            with torch.no_grad():
+                entropy_N = (scorer or self.scorer)(microbatch.row)[0].entropy_N
         if policy_is_reference:
             reference_N = trainer_N
         elif loss.needs_reference:
             reference_N = self.reference_logprobs(microbatch.row, scorer)
-        return replace(microbatch, trainer_logprobs_N=trainer_N, reference_logprobs_N=reference_N)
+        return replace(
+            microbatch,
+            trainer_logprobs_N=trainer_N,
+            reference_logprobs_N=reference_N,
+            entropy_N=entropy_N,
+        )
 
     def logprobs(self, row: PackedBatch, scorer: Scorer | None = None) -> Tensor:
         """Computes the log-probabilities of the model tokens without gradient, (N,)."""
@@ -306,15 +338,15 @@ class Learner:
         others: Sequence[tuple[PackedBatch, LossInput]],
     ) -> PassStats:
         row, coefficient = microbatch.row, scorer.router_coefficient
-        observation_loss = None
+        observation_loss, has_entropy = None, self.entropy is not None
         if self.config.observation_coef:
             from gspo_env.learner.observations import predict_with_observations
 
             predictions, balance, observation_loss = predict_with_observations(
-                scorer, microbatch.samples, self.pack, coefficient > 0
+                scorer, microbatch.samples, self.pack, coefficient > 0, has_entropy
             )
         else:
-            predictions, balance = scorer(row, routers=coefficient > 0)
+            predictions, balance = scorer(row, routers=coefficient > 0, entropy=has_entropy)
         policy_N = predictions.logprobs_N.detach()
         scored = replace(microbatch, trainer_logprobs_N=policy_N) if minibatch.first else microbatch
         inputs = self._loss_input(scored, minibatch, predictions.logprobs_N)
@@ -325,7 +357,7 @@ class Learner:
             "turn": row.turn_N,
             "episode": row.episode_N,
             "advantage": row.advantages_N,
-            "entropy": predictions.entropy_N,
+            "entropy": predictions.entropy_N.detach(),
             "top1": predictions.top1_N,
             "trainer_logprobs": scored.trainer_logprobs_N,
             "engine_logprobs": row.engine_logprobs_N,
@@ -334,6 +366,11 @@ class Learner:
             part_N = getattr(output, part)
             values[part] = None if part_N is None else part_N[: len(policy_N)]
         total = output.loss
+        if self.entropy is not None:
+            entropy = self._chosen(predictions.entropy_N, microbatch, minibatch).sum()
+            count = minibatch.chosen_tokens or minibatch.tokens
+            total = total - self.entropy.weight / count * entropy
+            values["entropy_sum"] = entropy.detach()
         if observation_loss is not None:
             total = total + self.config.observation_coef * observation_loss / minibatch.sequences
             values["observation_loss"] = observation_loss.detach() / len(row.lengths_B)
@@ -349,6 +386,12 @@ class Learner:
             computed_tokens=len(row.input_ids_T),
             sequence_tokens=sum(row.lengths_B),
         )
+
+    def _chosen(self, values_N: Tensor, microbatch: Microbatch, minibatch: Minibatch) -> Tensor:
+        """Returns values that are 0 on the tokens whose entropy is too low to be trained."""
+        if minibatch.entropy_floor is None or microbatch.entropy_N is None:
+            return values_N
+        return values_N.where(microbatch.entropy_N >= minibatch.entropy_floor, 0)
 
     def _loss_input(
         self, microbatch: Microbatch, minibatch: Minibatch, logprobs_N: Tensor
@@ -367,7 +410,7 @@ class Learner:
         return LossInput(
             logprobs_N=logprobs_N,
             old_logprobs_N=old_N,
-            advantages_N=row.advantages_N,
+            advantages_N=self._chosen(row.advantages_N, microbatch, minibatch),
             episode_N=row.episode_N,
             turn_N=row.turn_N,
             reference_logprobs_N=reference_N,

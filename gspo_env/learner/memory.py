@@ -124,15 +124,16 @@ def _split(minibatch: Minibatch, failure: OutOfMemory, pack: Pack) -> Minibatch:
     tokens = sum(whole.row.counts_B[:middle])
 
     def half(part: slice, part_N: slice) -> Microbatch:
-        trainer_N, reference_N = (
-            None if values_N is None else values_N[part_N]
-            for values_N in (whole.trainer_logprobs_N, whole.reference_logprobs_N)
+        scored = (whole.trainer_logprobs_N, whole.reference_logprobs_N, whole.entropy_N)
+        trainer_N, reference_N, entropy_N = (
+            None if values_N is None else values_N[part_N] for values_N in scored
         )
         return Microbatch(
             row=pack(whole.samples[part]),
             samples=whole.samples[part],
             trainer_logprobs_N=trainer_N,
             reference_logprobs_N=reference_N,
+            entropy_N=entropy_N,
         )
 
     rows[failure.index : failure.index + 1] = [

@@ -34,6 +34,8 @@ class Microbatch:
     because its backward pass gives the same numbers."""
     reference_logprobs_N: Tensor | None = None
     """Of the reference; None if the policy still equals it, or if nothing needs them."""
+    entropy_N: Tensor | None = None
+    """Of the policy before the first step; None unless tokens are chosen by it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,10 @@ class Minibatch:
     tokens: int
     """Model tokens."""
     sequences: int
+    entropy_floor: float | None = None
+    """The least entropy of a token that is trained; None trains all."""
+    chosen_tokens: int | None = None
+    """Model tokens that are trained; None if all are."""
 
 
 def split(

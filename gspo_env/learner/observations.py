@@ -35,6 +35,7 @@ def predict_with_observations(
     samples: Sequence[Sample],
     pack: Callable[[Sequence[Sample]], PackedBatch],
     routers: bool,
+    entropy: bool,
 ) -> tuple[Predictions, RouterBalance | None, Tensor]:
     """Predicts the model tokens and the observation tokens of samples in one pass.
 
@@ -43,7 +44,7 @@ def predict_with_observations(
         the mean negative log-probability of their observation tokens, with a gradient.
     """
     row = pack([_with_observations_as_targets(sample) for sample in samples])
-    predictions, balance = scorer(row, routers)
+    predictions, balance = scorer(row, routers, entropy)
     is_model = np.concatenate([s.mask[s.mask | _observed(s)] for s in samples])
     share = np.concatenate([_shares(s)[s.mask | _observed(s)] for s in samples])
     places = torch.from_numpy(np.flatnonzero(is_model)).to(row.target_N.device)

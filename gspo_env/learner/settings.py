@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from gspo_env.errors import ConfigError
 from gspo_env.registry import load_function, require
@@ -50,6 +50,14 @@ class LearnerConfig:
     observation_coef: Annotated[float, Ge(0)] = 0.0
     """Weight of the cross-entropy on tokens of observations, which the policy loss leaves out; 0
     computes none. See `gspo_env.learner.observations`."""
+    entropy_coef: Annotated[float, Ge(0)] = 0.0
+    """Weight of the mean entropy of the tokens, which is added to the objective; with an
+    `entropy_target` the first value of a weight that adapts. See `gspo_env.learner.entropy`."""
+    entropy_target: Annotated[float, Ge(0)] = 0.0
+    """Mean entropy (nats per token) up to which the weight grows and the bonus is added; 0 keeps
+    the weight as it is."""
+    entropy_share: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Share of the tokens, those of the highest entropy, on which the policy is trained."""
     lora_rank: Annotated[int, Ge(0)] = 0
     """Rank of a LoRA adapter; 0 trains every weight."""
     lora_alpha: Annotated[float, Ge(0)] = 0.0

@@ -34,7 +34,10 @@ def numbers(learner: Learner) -> dict[str, Any]:
         str(index): {k: v for k, v in values.items() if not isinstance(v, Tensor)}
         for index, values in optimizer["state"].items()
     }
+    entropy = learner.entropy
+    adapts = entropy is not None and entropy.target
     return {
+        **({"entropy": [entropy.coefficient, entropy.applies]} if entropy and adapts else {}),
         "optimizer": {"values": plain, "groups": optimizer["param_groups"]},
         "scheduler": learner.scheduler.state_dict(),
         "loss_scale": learner.masters.loss_scale,
@@ -99,6 +102,8 @@ def restore(
     learner.masters.steps = saved["steps_since_overflow"]
     learner._skipped_in_a_row = saved["skipped_in_a_row"]
     learner._policy_is_reference = saved["policy_is_reference"]
+    if learner.entropy and "entropy" in saved:
+        learner.entropy.coefficient, learner.entropy.applies = saved["entropy"]
 
 
 def _places(learner: Learner) -> dict[str, Tensor]:

@@ -23,9 +23,9 @@ class PassStats:
     """By name, without those that are unknown.
 
     Scalars are `loss` (the share of this row in the loss of the minibatch), `router_loss`,
-    `observation_loss`, `load_max` and `load_min`. All others are (N,): `turn`, `episode` (an index
-    into `episodes`), `advantage`, `ratio`, `clipped`, `kl`, `entropy`, `top1`, `trainer_logprobs`
-    (by the policy before the first step) and `engine_logprobs`."""
+    `observation_loss`, `entropy_sum`, `load_max` and `load_min`. All others are (N,): `turn`,
+    `episode` (an index into `episodes`), `advantage`, `ratio`, `clipped`, `kl`, `entropy`, `top1`,
+    `trainer_logprobs` (by the policy before the first step) and `engine_logprobs`."""
     episodes: tuple[int | None, ...]
     """The number of each episode; see `gspo_env.batch.sample.Sample.episode`."""
     computed_tokens: int
@@ -101,6 +101,8 @@ class UpdateStats:
     seconds: float
     clip_range: tuple[float, float] | None
     """Bounds of the ratio, if the loss has any."""
+    entropy_coef: float | None = None
+    """The weight of the entropy in the next step; None without one."""
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name; those that are unknown are left out."""
@@ -109,6 +111,7 @@ class UpdateStats:
             "train/oom_splits": float(self.oom_splits),
             "train/learning_rate": self.learning_rate,
             "train/loss_scale": self.loss_scale,
+            "train/entropy_coef": self.entropy_coef,
             "time/update": self.seconds,
         }
         if self.passes:

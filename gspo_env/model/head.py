@@ -32,6 +32,7 @@ class Predictions:
     logprobs_N: Tensor
     """Has a gradient."""
     entropy_N: Tensor
+    """Has a gradient if asked for."""
     top1_N: Tensor
     """True if the token is the most likely one."""
 
@@ -50,24 +51,30 @@ def predict(
     bias_V: Tensor | None,
     target_N: Tensor,
     temperature: float = 1.0,
+    *,
+    entropy: bool = False,
 ) -> Predictions:
     """Computes predictions from hidden states, a chunk of tokens at a time.
 
     The backward pass computes the logits again. Logits are divided by the temperature and
-    normalised in float32, or in float64 if the hidden states are.
+    normalised in float32, or in float64 if the hidden states are. If `entropy`, the entropy has a
+    gradient too.
     """
     apply: Any = _Head.apply
     logprobs_N, entropy_N, top1_N = apply(hidden_ND, weight_VD, bias_V, target_N, temperature)
+    entropy_N = entropy_N if entropy else entropy_N.detach()
     return Predictions(logprobs_N=logprobs_N, entropy_N=entropy_N, top1_N=top1_N)
 
 
-def predict_from_logits(logits_NV: Tensor, target_N: Tensor, temperature: float) -> Predictions:
+def predict_from_logits(
+    logits_NV: Tensor, target_N: Tensor, temperature: float, *, entropy: bool = False
+) -> Predictions:
     """Computes predictions from logits, for heads that are more than one linear layer."""
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
     logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy and torch.is_grad_enabled()):
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-        top1_N = logprobs_NV.argmax(-1) == target_N
+    top1_N = logprobs_NV.argmax(-1) == target_N
     logprobs_N = logprobs_NV.gather(-1, target_N[:, None])[:, 0]
     return Predictions(logprobs_N=logprobs_N, entropy_N=entropy_N, top1_N=top1_N)
 
@@ -98,16 +105,20 @@ class _Head(torch.autograd.Function):
             if len(parts) == 1 and any(ctx.needs_input_grad):
                 ctx.probabilities = powers_NV.div_(sum_N[:, None])
         logprobs_N, entropy_N, top1_N, normaliser_N = map(torch.cat, zip(*rows, strict=True))
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, normaliser_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, normaliser_N, entropy_N)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy_N, top1_N)
+        ctx.mark_non_differentiable(top1_N)
+        ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N, top1_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, target_N, normaliser_N = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, target_N, normaliser_N, entropy_N = ctx.saved_tensors
         probabilities, ctx.probabilities = ctx.probabilities, None
-        scaled_N = gradients[0] / ctx.temperature
+        of_logprobs_N, of_entropy_N = gradients[:2]
+        if of_logprobs_N is None:
+            of_logprobs_N = torch.zeros_like(normaliser_N)
+        scaled_N = of_logprobs_N / ctx.temperature
         weight = weight_VD.to(hidden_ND.dtype)
         # the sums over many tokens are float32 at least
         wide, needed = torch.promote_types(weight_VD.dtype, torch.float32), ctx.needs_input_grad
@@ -120,8 +131,15 @@ class _Head(torch.autograd.Function):
             if probabilities is None:
                 d_logits = _logits(hidden_ND[part], weight, bias_V, ctx.temperature)
                 d_logits.sub_(normaliser_N[part, None]).exp_()
+            d_entropy = None
+            if of_entropy_N is not None:  # dH / dlogit is -p (log p + H)
+                slope_N = -of_entropy_N[part] / ctx.temperature
+                d_entropy = torch.special.xlogy(d_logits, d_logits)
+                d_entropy.addcmul_(d_logits, entropy_N[part, None]).mul_(slope_N[:, None])
             d_logits.mul_(-scaled_N[part, None])
             d_logits.scatter_add_(-1, target_N[part, None], scaled_N[part, None])
+            if d_entropy is not None:
+                d_logits += d_entropy
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(hidden_ND.dtype)

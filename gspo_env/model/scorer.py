@@ -61,9 +61,12 @@ class Scorer:
         self._checkpointed = _checkpointed_layers(model)
 
     def __call__(
-        self, batch: PackedBatch, routers: bool = False
+        self, batch: PackedBatch, routers: bool = False, entropy: bool = False
     ) -> tuple[head.Predictions, RouterBalance | None]:
-        """Returns the predictions of the model tokens and, if `routers`, the routers' balance."""
+        """Returns the predictions of the model tokens and, if `routers`, the routers' balance.
+
+        If `entropy`, the entropy has a gradient.
+        """
         self.model.eval()
         for layer in self._checkpointed:
             layer.training = True
@@ -73,14 +76,16 @@ class Scorer:
         states, router_logits = self._run(batch, {"output_router_logits": True} if routers else {})
         if self.head is None:
             predictions = head.predict_from_logits(
-                states[:, : self._ids], target_M, self.temperature
+                states[:, : self._ids], target_M, self.temperature, entropy=entropy
             )
         else:
             weight: Tensor = self.head.weight
             bias: Tensor | None = self.head.bias
             if self._ids < len(weight):
                 weight, bias = weight[: self._ids], None if bias is None else bias[: self._ids]
-            predictions = head.predict(states, weight, bias, target_M, self.temperature)
+            predictions = head.predict(
+                states, weight, bias, target_M, self.temperature, entropy=entropy
+            )
         if batch.expand_N is not None:
             predictions = predictions.at(batch.expand_N)
         if not routers:

@@ -25,7 +25,7 @@ def chunk(monkeypatch):
     return set_to
 
 
-def both(count, vocabulary, temperature, bias, seed=0, dtype=torch.float64):
+def both(count, vocabulary, temperature, bias, seed=0, dtype=torch.float64, entropy=False):
     """Values and gradients of the chunked head and of full logits."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -40,22 +40,25 @@ def both(count, vocabulary, temperature, bias, seed=0, dtype=torch.float64):
         given = [p.clone().requires_grad_() for p in parts]
         b = given[2] if bias else None
         if chunked:
-            output = head.predict(given[0], given[1], b, target, temperature)
+            output = head.predict(given[0], given[1], b, target, temperature, entropy=entropy)
         else:
             logits = nn.functional.linear(given[0], given[1], b)
-            output = head.predict_from_logits(logits, target, temperature)
-        (output.logprobs_N * weights).sum().backward()
+            output = head.predict_from_logits(logits, target, temperature, entropy=entropy)
+        total = (output.logprobs_N * weights).sum()
+        (total + (output.entropy_N * weights.flip(0)).sum() * entropy).backward()
+        assert output.entropy_N.requires_grad == entropy
         answers.append((output, [g.grad for g in given]))
     return answers
 
 
 @given(
-    st.integers(1, 30), st.integers(2, 40), st.floats(0.3, 3), st.booleans(), st.integers(1, 200)
+    *(st.integers(1, 30), st.integers(2, 40), st.floats(0.3, 3), st.booleans()),
+    *(st.integers(1, 200), st.booleans()),
 )
-def test_the_chunked_head_equals_full_logits(count, vocabulary, temperature, bias, size):
+def test_the_chunked_head_equals_full_logits(count, vocabulary, temperature, bias, size, entropy):
     whole, head._CHUNK["cpu"] = head._CHUNK["cpu"], size
     try:
-        (ours, d_ours), (full, d_full) = both(count, vocabulary, temperature, bias)
+        (ours, d_ours), (full, d_full) = both(count, vocabulary, temperature, bias, entropy=entropy)
     finally:
         head._CHUNK["cpu"] = whole
     torch.testing.assert_close(ours.logprobs_N, full.logprobs_N, rtol=0, atol=1e-10)

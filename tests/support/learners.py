@@ -41,6 +41,7 @@ def sample_of(rng: np.random.Generator, tokens: Any, turns: Any, **fields: Any) 
     turns = np.asarray(turns, dtype=np.int64)
     count = int((turns >= 0).sum())
     fields = {"advantages": rng.normal(size=count), "engine_logprobs": -rng.random(count)} | fields
+    fields = {"ages": np.arange(count) % 3} | fields
     return Sample(token_ids=np.asarray(tokens), turn_ids=turns, **fields)
 
 

@@ -54,6 +54,10 @@ CASES: dict[str, dict[str, Any]] = {
         "updates": 2,
         "config": {"minibatches": 2, "learning_rate": 0.1},
     },
+    "an entropy that adapts": {
+        "updates": 2,
+        "config": {"minibatches": 2, "entropy_coef": 0.1, "entropy_target": 9.0},
+    },
     "episodes of several sequences over several rows": {"sequences": 3, "updates": 2},
     "minibatches, reference": {
         "kl": 0.1,
@@ -91,11 +95,10 @@ def samples_of(count: int, sequences: int, infinite: bool) -> list[Sample]:
         length = int(rng.integers(5, 45))
         turns = np.where(rng.random(length) < 0.5, np.arange(length) // 8, -1)
         turns[0], turns[-1] = -1, length // 8
-        ages = np.arange(int((turns >= 0).sum())) % 3
         fields = {"advantages": np.full((turns >= 0).sum(), np.inf)} if infinite and n == 0 else {}
         episode = n // sequences if sequences > 1 else None
         tokens = rng.integers(1, 97, length)
-        found.append(sample_of(rng, tokens, turns, episode=episode, ages=ages, **fields))
+        found.append(sample_of(rng, tokens, turns, episode=episode, **fields))
     return found
 
 
