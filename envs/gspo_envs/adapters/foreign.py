@@ -160,8 +160,14 @@ class RowEnv(ForeignEnv):
         return begin_chat(messages, index, row)
 
 
-def load(module: str, package: str, extra: str) -> ModuleType:
+def load(module: str, package: str, extra: str = "", *, install: str = "") -> ModuleType:
     """Imports a module of another package and keeps our logging unchanged.
+
+    Args:
+        module: The module.
+        package: The package, for the message.
+        extra: The extra that installs it.
+        install: The arguments of pip for a package that no extra can install.
 
     Raises:
         MissingExtraError: The package, or one that it needs, is not installed.
@@ -170,8 +176,9 @@ def load(module: str, package: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        install = install or f"'gspo-env[{extra}]'"
         raise MissingExtraError(
-            f"{package} cannot be imported ({error}): pip install 'gspo-env[{extra}]'."
+            f"{package} cannot be imported ({error}): pip install {install}."
         ) from error
     finally:
         logging.root.handlers[:] = handlers

@@ -1,0 +1,131 @@
+"""Suites of others: their gold replays, their own graders decide, and no task pays for no work."""
+
+import copy
+import re
+
+import pytest
+
+from gspo_env import format_tool_call, make_env, tool
+from gspo_env.check import check_env
+from gspo_env.rollout.play import demonstrator, play_now
+from gspo_env.tools.tool import as_tool
+from gspo_env.types import Task
+from gspo_envs.adapters.instances import InstanceEnv
+
+
+class Lamps(InstanceEnv):
+    """Switch a lamp; task 2 wants the state that it has."""
+
+    def __init__(self, **kwargs):
+        super().__init__([{"want": n} for n in (1, 2, 0, 3, 4)], **kwargs)
+
+    def name_of(self, task):
+        return f"lamp_{task['want']}"
+
+    def open(self, task):
+        self.want, self.state, self.asked = task["want"], 0, 0
+
+        @tool
+        def switch(to: int) -> str:
+            """Switch the lamp.
+
+            Args:
+                to: The level.
+            """
+            self.state = to
+            return "ok"
+
+        self.tools = (as_tool(switch),)
+        return f"Level {self.want}, please."
+
+    def reply(self, text):
+        self.asked += 1
+        return "Anything else?" if self.asked == 1 else None
+
+    def grade(self):
+        return self.state == self.want
+
+    def solution(self):
+        yield [("switch", {"to": 9}), ("switch", {"to": self.want})]
+        yield []
+
+
+def test_tasks_that_pay_for_no_call_are_left_out_and_named(caplog):
+    env = Lamps()
+    assert (env.free, env.num_tasks) == (["lamp_0"], 4)
+    assert "Lamps leaves out 1 of 5 tasks that pay for no call at all" in caplog.text
+    names = {env.reset(seed=seed)[1]["task_key"] for seed in range(60)}
+    assert names == {"lamp_1", "lamp_2", "lamp_3"}  # the last one is held out
+    assert env.reset(seed=10**9)[1]["task_key"] == "lamp_4"
+    assert Lamps(exclude_free=False).num_tasks == 5
+
+
+def test_the_solution_of_an_instance_replays_over_two_messages():
+    env = Lamps()
+    played = play_now(env, Task(env_id="x", seed=1), demonstrator())
+    assert played.success
+    assert [turn.text for turn in played.turns][2:] == ["Done.", "Done."]
+    assert check_env(Lamps).demonstrated == (True, True)
+
+
+@pytest.mark.suites
+@pytest.mark.parametrize(
+    ("category", "solved"),
+    [("base", 200), ("miss_func", 199), ("miss_param", 200), ("long_context", 200)],
+)
+def test_the_gold_of_bfcl_replays(category, solved):
+    env = make_env("gspo/BFCL-v0", category=category)
+    assert (env.unwrapped.num_tasks, env.unwrapped.free) == (200, [])
+    tasks = [Task(env_id="x", seed=0, options={"row": n}) for n in range(200)]
+    played = [play_now(env, task, demonstrator()) for task in tasks]
+    assert not any(episode.failed for episode in played)
+    # one reference of miss_func calls a function that it has hidden
+    assert sum(episode.success for episode in played) == solved
+
+
+@pytest.mark.suites
+def test_bfcls_own_checker_says_the_same_of_right_and_wrong_episodes():
+    from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
+
+    env = make_env("gspo/BFCL-v0").unwrapped
+    verdicts = []
+    for row in range(40):
+        task = Task(env_id="x", seed=row, options={"row": row})
+        episode = play_now(env, task, demonstrator(0.1))
+        turns = [[]]
+        for turn in episode.turns:
+            calls = env.parse_calls(turn.text)
+            if calls:
+                values = ", ".join(f"{k}={v!r}" for k, v in calls[0].arguments.items())
+                turns[-1].append([f"{calls[0].name}({values})"])
+            else:
+                turns.append([])
+        gold = env._task["gold"]
+        turns = (turns + [[]] * len(gold))[: len(gold)]
+        entry = copy.deepcopy({k: v for k, v in env._task.items() if k != "gold"})
+        theirs = multi_turn_checker(turns, gold, entry, "multi_turn_base", f"test{row}")
+        verdicts.append((episode.success, theirs["valid"]))
+    assert {ours == theirs for ours, theirs in verdicts} == {True}
+    assert {ours for ours, _ in verdicts} == {True, False}
+
+
+@pytest.mark.suites
+def test_a_call_of_bfcl_is_never_run_as_python(tmp_path):
+    env = make_env("gspo/BFCL-v0")
+    env.reset(seed=0, options={"row": 0})
+    for argument in (f"a=open({str(tmp_path / 'x')!r}, 'w')", "path"):
+        value = f"__import__('pathlib').Path({str(tmp_path / 'x')!r}).touch()"
+        observation, *_ = env.step(format_tool_call("ls", {argument: value}))
+        assert re.match("Error during execution: .*unexpected keyword", observation)
+    assert "unknown tool '_load_scenario'" in env.step(format_tool_call("_load_scenario", {}))[0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.suites
+def test_the_certificate_of_bfcl():
+    from gspo_env.audit import audit
+
+    result = audit("gspo/BFCL-v0", tasks=32, train=0)
+    assert [str(finding) for finding in result.findings if not finding.ok] == []
+    assert {row.name: row.share for row in result.rows}["expert (gold)"] == 1
+    assert check_env("gspo/BFCL-v0").demonstrated == (True, True)
