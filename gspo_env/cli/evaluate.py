@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -45,6 +45,8 @@ class Evaluate:
     training held out, or 256."""
     samples: Annotated[int, Ge(1)] = 1
     """Episodes of each task, for pass@k and pass^k."""
+    repeat: Annotated[int, Ge(1)] = 1
+    """Times that all of it is played, to see by how much two evaluations differ by chance."""
     seed: Annotated[int, Interval(ge=0, lt=SEEDS)] | None = None
     """Seed of the sampling; 0 by default."""
     temperature: Annotated[float, Ge(0)] | None = None
@@ -83,9 +85,10 @@ class Evaluate:
             env = "".join(self.env) or "gspo/Lookup-v0"
             agent = load_agent("scripted")(env, **self.env_kwargs)
             split = agent.split(self.tasks or 256)
-            groups = agent.evaluate(split.tasks, self.samples)
-            print_episodes(groups, self.show)
-            print_scores(groups, split)
+            rounds = [agent.evaluate(split.tasks, self.samples) for _ in range(self.repeat)]
+            print_episodes(rounds[0], self.show)
+            print_scores(merged(rounds), split)
+            print_noise(rounds)
         else:
             weights = find_weights(model, self.step, best=self.best)
             print(f"gspo-env {__version__}: loading {visible(str(weights))}", flush=True)
@@ -97,18 +100,26 @@ class Evaluate:
                 model, one_or_several(self.env), step=self.step, best=self.best, **changes
             )
             split = agent.split(self.tasks)
-            print(f"playing {split}, {self.samples} of each, in {agent.env_id}", flush=True)
+            times = f", {self.repeat} times" * (self.repeat > 1)
+            print(f"playing {split}, {self.samples} of each, in {agent.env_id}{times}", flush=True)
             with Progress() as progress:
                 show, done = progress.when_slow(5.0), itertools.count(1)
-                groups = agent.evaluate(
-                    split.tasks,
-                    self.samples,
-                    self.seed or 0,
-                    temperature=self.temperature,
-                    on_group=lambda: show("evaluation", next(done), len(split.tasks)),
-                )
-            print_episodes(groups, self.show, agent.chat.decode_all)
+                rounds = [
+                    agent.evaluate(
+                        split.tasks,
+                        self.samples,
+                        ((self.seed or 0) + n) % SEEDS,
+                        temperature=self.temperature,
+                        on_group=lambda: show(
+                            "evaluation", next(done), len(split.tasks) * self.repeat
+                        ),
+                    )
+                    for n in range(self.repeat)
+                ]
+            groups = merged(rounds)
+            print_episodes(rounds[0], self.show, agent.chat.decode_all)
             print_scores(groups, split)
+            print_noise(rounds)
             for finding in check_first_evaluation(agent.config, groups, "in this evaluation"):
                 print(f"note     {finding}")
 
@@ -123,6 +134,38 @@ def print_episodes(
     episodes = (episode for row in rounds for episode in row if episode is not None)
     for episode in itertools.islice(episodes, count):
         print(render_episode(episode, decode))
+
+
+def merged(rounds: Sequence[Sequence[Group]]) -> list[Group]:
+    """Joins the groups of each task."""
+    return [
+        replace(groups[0], episodes=tuple(e for group in groups for e in group.episodes))
+        for groups in zip(*rounds, strict=True)
+    ]
+
+
+def print_noise(rounds: Sequence[Sequence[Group]]) -> None:
+    """Prints how much evaluations of the same tasks differ by chance, if there are several."""
+    from statistics import fmean, stdev
+
+    episodes = [[e for group in groups for e in group.episodes] for groups in rounds]
+    wins = [[bool(e.success) for e in row if not e.failed] for row in episodes]
+    rates = [fmean(row) for row in wins if row]
+    if len(rates) < 2:
+        return
+    spread, flips = stdev(rates), []
+    for same in zip(*episodes, strict=True):
+        ends = [bool(e.success) for e in same if not e.failed]
+        if len(ends) > 1:
+            pairs = len(ends) * (len(ends) - 1) / 2
+            flips.append(sum(ends) * (len(ends) - sum(ends)) / pairs)
+    print(
+        f"noise    success of {len(rates)} evaluations {min(rates):.1%} to {max(rates):.1%}, "
+        f"standard deviation {100 * spread:.1f} points; two differ by up to "
+        f"{196 * 2**0.5 * spread:.1f} by chance (95 %)"
+    )
+    if flips:
+        print(f"flips    {fmean(flips):.1%} of the episodes end otherwise in another evaluation")
 
 
 def print_scores(groups: Sequence[Group], split: Split) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from support.cli_errors import refused
+from support.credits import episode, group
 from support.jails import run_python
 from support.runs import write_env
 
-from gspo_env.cli.evaluate import print_scores
+from gspo_env.cli.evaluate import merged, print_noise, print_scores
 from gspo_env.cli.help import USUAL
 from gspo_env.cli.main import main, parse
 from gspo_env.config import Config, read_toml
@@ -152,6 +153,25 @@ def test_an_evaluation_that_loses_every_episode_says_so():
     ]
     with pytest.raises(RolloutError, match="all 6 episodes failed in their environment"):
         print_scores(groups, agent.split(2))
+
+
+def test_the_noise_of_evaluations_is_worked_by_hand(capsys):
+    lost = episode(9, stop=StopReason.ERROR)
+    rounds = [
+        [group(episode(1), episode(0)), group(episode(0), episode(1))],
+        [group(episode(0), episode(0)), group(episode(0), lost)],
+        [group(lost, lost), group(lost, lost)],
+    ]
+    print_noise(rounds)
+    # 2 of 4 and 0 of 3; of the three episodes that both have, one ends otherwise
+    output = capsys.readouterr().out
+    assert "success of 2 evaluations 0.0% to 50.0%" in output
+    assert "standard deviation 35.4 points; two differ by up to 98.0 by chance" in output
+    assert "33.3% of the episodes end otherwise" in output
+    print_noise(rounds[:1])
+    print_noise(rounds[2:])
+    assert not capsys.readouterr().out
+    assert [len(g.episodes) for g in merged(rounds)] == [6, 6]
 
 
 def test_an_output_that_cannot_be_written_is_one_sentence(capsys, tmp_path):
