@@ -65,7 +65,8 @@ class Parts(GroupEstimator):
             if type(weight) not in (int, float) or not math.isfinite(weight):
                 raise ConfigError(f"weights has {name}={weight!r}; expected finite numbers")
         cls = find("advantage", self.estimator) if self.estimator in BUILTIN["advantage"] else None
-        if cls is None or cls is Parts or not issubclass(cls, GroupEstimator):
+        compares = cls is not None and issubclass(cls, GroupEstimator) and not cls.credits_agents
+        if cls is Parts or not compares:
             raise ConfigError(
                 f"advantage.estimator is {self.estimator!r}; expected the name of a built-in "
                 "estimator that compares the episodes of a group, such as returns_to_go or outcome"

@@ -129,6 +129,7 @@ def test_the_metrics_have_each_measured_part_and_the_credit_of_each(caplog):
         ({"weights": {"a": float("nan")}}, "weights has a=nan"),
         ({"estimator": "distillation"}, "estimator is 'distillation'; expected the name of a"),
         ({"estimator": "parts"}, "estimator is 'parts'; expected the name of a"),
+        ({"estimator": "by_agent"}, "estimator is 'by_agent'; expected the name of a"),
         ({"scale": "std"}, "scale is 'std'"),
     ],
 )
