@@ -329,16 +329,16 @@ def _open_run(client: MlflowClient, settings: MLflow, info: RunInfo) -> str:
 
     name, experiment_id = _find_experiment(client, settings.experiment)
     experiment_id = experiment_id or client.create_experiment(name, tags=_KIND)
-    run_id = info.id
-    if info.resume is not None and not run_id:  # its process was killed before it kept the id
-        runs = client.search_runs([experiment_id], f"tags.`{_KEY_TAG}` = '{info.key}'")
-        run_id = runs[0].info.run_id if runs else ""
     try:
-        if run_id and _reopen(client, run_id, info.key):
-            return run_id
+        if info.id and _reopen(client, info.id, info.key):
+            return info.id
     except MlflowException as error:
         if error.error_code not in _GONE:
             raise
+    if info.resume is not None:  # the id is another store's, or a kill came before it was kept
+        runs = client.search_runs([experiment_id], f"tags.`{_KEY_TAG}` = '{info.key}'")
+        if runs and _reopen(client, runs[0].info.run_id, info.key):
+            return str(runs[0].info.run_id)
     tags = {**info.tags, _KEY_TAG: info.key, "folder": str(info.folder.absolute())}
     if info.parent is not None:
         tags["mlflow.parentRunId"] = Received.load(info.parent, "mlflow").id

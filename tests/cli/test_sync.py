@@ -98,19 +98,23 @@ def test_a_store_that_only_the_environment_named_is_not_replaced_by_the_default(
     assert not Path("mlflow.db").exists()
 
 
-def test_a_complete_run_is_sent_to_another_store_and_not_twice(monkeypatch, tmp_path, capsys):
+def test_a_complete_run_is_sent_to_another_store_and_back_without_a_second_run(
+    monkeypatch, tmp_path, capsys
+):
     from mlflow.tracking import MlflowClient
 
-    folder = untracked(monkeypatch)
-    main(["sync", str(folder)])
-    other = f"sqlite:///{tmp_path / 'other.db'}"
-    for said in ("Sent.", "The tracker has everything."):
+    first, other = (f"sqlite:///{tmp_path / name}.db" for name in ("first", "other"))
+    folder = str(untracked(monkeypatch, MLflow(tracking_uri=first)))
+    ways = [([], "Sent."), (["--tracking-uri", other], "Sent."), (["--tracking-uri", other], "has")]
+    for flags, said in [*ways, (["--tracking-uri", first], "Sent."), ([], "has everything")]:
         capsys.readouterr()
-        main(["sync", str(folder), "--tracking-uri", other])
+        main(["sync", folder, *flags])
         assert said in capsys.readouterr().out
-    client = MlflowClient(other)
-    (run,) = client.search_runs([client.get_experiment_by_name("gspo_env").experiment_id])
-    assert run.data.metrics == {"a": 1.0, "zero": 0.0}
+    for uri in (first, other):
+        client = MlflowClient(uri)
+        (run,) = client.search_runs([client.get_experiment_by_name("gspo_env").experiment_id])
+        assert run.data.metrics == {"a": 1.0, "zero": 0.0}
+        assert len(client.get_metric_history(run.info.run_id, "a")) == 1
 
 
 def test_an_address_in_the_folder_is_used_only_if_the_user_names_it(monkeypatch, capsys):
