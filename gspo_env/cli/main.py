@@ -28,6 +28,7 @@ COMMANDS = {
     "rescore": "gspo_env.cli.rescore:Rescore",
     "sync": "gspo_env.cli.sync:Sync",
     "export": "gspo_env.cli.export:Export",
+    "verify": "gspo_env.cli.verify:Verify",
     "envs": "gspo_env.cli.envs:Envs",
     "audit": "gspo_env.cli.audit:Audit",
     "play": "gspo_env.cli.play:Play",
