@@ -61,6 +61,9 @@ class EpisodesConfig:
     keep_mb: Annotated[int, Ge(1)] = 256
     """Megabytes that the files may have. If they have more, steps in between are deleted, those of
     training first."""
+    keep_batches: Literal["none", "all", "last"] | Annotated[int, Ge(1)] = "none"
+    """Batches to keep for `gspo-env replay`: none, all, the last, or so many of the newest. Each
+    has the weights and the optimiser before its update, and all of its groups."""
 
 
 @settings

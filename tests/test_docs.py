@@ -118,7 +118,10 @@ def test_commands_have_options_that_exist(path, tmp_path, in_folder):
     saved = tmp_path / "runs/Lookup-v0-seed0-1/checkpoints/step-000001"
     saved.mkdir(parents=True)
     settings = to_toml(Config.from_recipe())
-    (saved / "state.json").write_text(json.dumps({"config": settings}))
+    batch = tmp_path / "runs/kept/batches/step-000001"
+    batch.mkdir(parents=True)
+    for folder in (saved, batch):
+        (folder / "state.json").write_text(json.dumps({"config": settings}))
     (saved.parents[1] / "config.toml").write_text(settings)
     for code in blocks(path, "toml"):
         if named := re.match(r"\n*# ([\w-]+\.toml)\n", code):

@@ -66,6 +66,7 @@ from gspo_env.trust import needs_flags, record
 from gspo_env.types import Group, Prompt, Role, Task
 
 if TYPE_CHECKING:
+    from gspo_agents.replay import Replay
     from gspo_env.distributed.ranks import Ranks
     from gspo_env.episodes.schema import EpisodeRecord
     from gspo_env.training.resume import Checkpoint, Resumed
@@ -210,7 +211,9 @@ class GSPOAgent:
                 self.warm_up(progress, writer)
             if not self._source:
                 if resumed is None:
-                    checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
+                    must = config.episodes.keep_batches != "none"
+                    write = partial(save_model, self.model, self.tokenizer)
+                    checkpoints.save_start(write, must=must)
                 writer.facts = run_facts(config, self.model, "")
             writer.facts["left_out"] = self._skipped_demonstrations
             history = self._learn(writer, reporter, resumed, tracker)
@@ -239,6 +242,10 @@ class GSPOAgent:
         if config.supply.max_staleness:
             self.close()  # one that `play` started may share the learner's weights
             self._engine = start_engine(self.model, config, ahead=True)
+        if config.episodes.keep_batches != "none":
+            from gspo_env.training.batches import announcement
+
+            reporter.line(announcement(config, learner, writer.checkpoints.run))
         with self._collector() as collector, reporter.watch(collector):
             loop = Loop(
                 config=config,
@@ -303,6 +310,13 @@ class GSPOAgent:
         agent._resumed = resumed
         agent._skipped_demonstrations = resumed.checkpoint.numbers["left_out"]
         return agent
+
+    @staticmethod
+    def replay(run: str | Path, step: int | None = None, config: Config | None = None) -> Replay:
+        """Reads a batch that a run has kept; see `gspo_agents.replay.Replay`."""
+        from gspo_agents.replay import Replay
+
+        return Replay(run, step, config)
 
     @property
     def finished(self) -> bool:

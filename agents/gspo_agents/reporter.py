@@ -75,6 +75,10 @@ class Reporter:
         for finding in findings:
             self.warned(finding)
 
+    def line(self, text: str) -> None:
+        """Shows a line."""
+        self._progress.line(text)
+
     def warned(self, finding: Finding) -> None:
         """Says why the run learns nothing, or less than its settings say; writes it to a file."""
         self._progress.line(f"WARNING {finding}")
@@ -143,7 +147,9 @@ class Reporter:
             if "eval/success" in metrics
         ]
         self.take_score(score)
-        self.episodes.resume(history[-1][0] if history else 0)
+        step = history[-1][0] if history else 0
+        self.episodes.resume(step)
+        self._checkpoints.delete_batches(step)
 
     def take_score(self, score: Score | None) -> None:
         """Writes the config with the rewards that the run learns from, None before it decides."""

@@ -23,6 +23,7 @@ COMMANDS = {
     "compare": "gspo_env.cli.compare:Compare",
     "view": "gspo_env.cli.view:View",
     "diagnose": "gspo_env.cli.diagnose:Diagnose",
+    "replay": "gspo_env.cli.replay:Replay",
     "serve": "gspo_env.cli.serve:Serve",
     "capture": "gspo_env.cli.capture:Capture",
     "rescore": "gspo_env.cli.rescore:Rescore",

@@ -116,6 +116,15 @@ class Run:
         raise ConfigError(f"--resume is {folder!r}; expected it with `train` only")
 
     @classmethod
+    def folder_of(cls, options: Sequence[str]) -> str:
+        """Returns the folder whose settings the command starts from; empty by default.
+
+        Args:
+            options: The arguments that are options of the command itself.
+        """
+        return ""
+
+    @classmethod
     def take(cls, tree: dict[str, Any]) -> dict[str, Any]:
         """Takes the command's own table out of a file's tree; returns its options."""
         return {}
@@ -145,17 +154,18 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     file, resume, model = (choices.pop(name, "") for name in sources)
     for kind in BUILTIN & choices.keys():  # before the file, which is not to blame for a flag
         find(kind, choices[kind])
-    if file and resume:
-        raise ConfigError("--config and --resume are given; expected one of them")
+    folder = resume or command.folder_of(options)
+    if file and folder:
+        raise ConfigError("--config and the folder of a run are given; expected one of them")
     named = {name: value for name, value in (("env", env), ("model", model)) if value}
 
     def read(tree: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
         table = command.take(tree)
         return _base(tree | named, choices, env_kwargs, flags), table
 
-    if resume:
-        tree = command.saved(resume, choices | {"env_kwargs": env_kwargs, "model": model}, env)
-        config, table = from_dict(tree | named), {"resume": resume}
+    if folder:
+        tree = command.saved(folder, choices | {"env_kwargs": env_kwargs, "model": model}, env)
+        config, table = from_dict(tree | named), {"resume": resume} if resume else {}
     elif file:
         config, table = _read_file(file, read)
     else:

@@ -5,6 +5,7 @@
     RUN/checkpoints/step-000000/  at first, that of a long imitation before the first step
     RUN/checkpoints/best          a link to the best by `eval/success`, which also has `model/`
     RUN/checkpoints/lock          locked while a process trains
+    RUN/batches/step-000045/      the state before the update of a step, with what it trains on
     RUN/failure.txt               the error that ended the run, if one did
 
 A folder is written beside its place, synced and renamed; its manifest has a checksum of each file.
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-START = "start"
-"""The folder of the model before training."""
+START, BATCHES = "start", "batches"
+"""The folders of the model before training, and of the batches that a run keeps."""
 FORMAT = 2
 """Number of the contents that a checkpoint has; another one is of another version."""
 _SHARE = 0.02
@@ -175,23 +176,18 @@ class Checkpoints:
         Returns:
             False if it could not be written; the older ones are as they were.
         """
-        from safetensors.torch import save_file
-
-        from gspo_env.model.load import shards
-
         if not self.settings.keep:
             return False
         step, begun = int(numbers["step"]), time.monotonic()
 
         def fill(part: Path) -> None:
-            for number, shard in enumerate(shards(tensors), 1):
-                save_file(shard, part / f"state-{number:05d}.safetensors")
-            (part / "state.json").write_text(json.dumps(numbers))
+            _write_state(part, numbers, tensors)
             if write_model is not None:
                 write_model(part / MODEL, step)
 
         name = f"step-{step:06d}"
-        saved = self.try_write(f"the checkpoint {name}", lambda: self._write(name, fill))
+        path = self.folder / name
+        saved = self.try_write(f"the checkpoint {name}", lambda: self._write(path, fill))
         if saved:
             self.last = step
             self._good = [*(good for good in self._good if good != name), name]
@@ -201,19 +197,54 @@ class Checkpoints:
         self._seconds = self._saved_at - begun
         return saved
 
-    def save_start(self, fill: Callable[[Path], None]) -> None:
-        """Writes the model of the start, if anything is kept."""
-        if self.settings.keep:
-            self.try_write("the model of the start", lambda: self._write(START, fill))
+    def save_start(self, fill: Callable[[Path], None], *, must: bool = False) -> None:
+        """Writes the model of the start, if it must be written or anything is kept."""
+        if must or self.settings.keep:
+            path = self.folder / START
+            self.try_write("the model of the start", lambda: self._write(path, fill))
+
+    def save_batch(
+        self,
+        numbers: Mapping[str, Any],
+        tensors: Iterable[tuple[str, Tensor]],
+        write_episodes: Callable[[Path], None],
+        keep: int,
+    ) -> None:
+        """Writes the batch of a step and deletes those that are no longer kept.
+
+        Args:
+            numbers: What `state.json` holds, with the entry `step`.
+            tensors: The tensors by name, as they are before the update.
+            write_episodes: Writes the episodes into a folder.
+            keep: How many of the newest are kept; 0 keeps all.
+        """
+        folder, name = self.run / BATCHES, f"step-{int(numbers['step']):06d}"
+
+        def fill(part: Path) -> None:
+            _write_state(part, numbers, tensors)
+            write_episodes(part)
+
+        def write() -> None:
+            folder.mkdir(exist_ok=True)
+            self._write(folder / name, fill)
+            for old in step_folders(folder)[:-keep] if keep else ():
+                shutil.rmtree(old)
+
+        self.try_write(f"the batch {name}", write)
+
+    def delete_batches(self, step: int) -> None:
+        """Deletes the batches that a run kept after the step from which it is resumed."""
+        for folder in step_folders(self.run / BATCHES):
+            if int(folder.name[5:]) > step:
+                self.try_write(f"{BATCHES}/{folder.name}", partial(shutil.rmtree, folder))
 
     def use(self, checkpoint: Path, step: int) -> None:
         """Takes an undamaged checkpoint as the last one."""
         self.last, self._good = step, [checkpoint.name]
 
-    def _write(self, name: str, fill: Callable[[Path], None]) -> None:
-        """Writes a folder of `checkpoints`, all or nothing."""
-        folder = self.folder / name
-        part, old = part_of(folder), part_of(self.folder / f"old-{name}")
+    def _write(self, path: Path, fill: Callable[[Path], None]) -> None:
+        """Writes a folder, all or nothing."""
+        part, old = part_of(path), part_of(path.with_name(f"old-{path.name}"))
         shutil.rmtree(part, ignore_errors=True)
         try:
             part.mkdir()
@@ -221,12 +252,12 @@ class Checkpoints:
             files = {str(f.relative_to(part)): checksum(f) for f in part.rglob("*") if f.is_file()}
             manifest = {"format": FORMAT, "files": files}
             (part / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True))
-            for path in (*part.rglob("*"), part):
-                _sync(path)
-            if folder.exists():
-                folder.rename(old)
-            part.rename(folder)
-            _sync(self.folder)
+            for each in (*part.rglob("*"), part):
+                _sync(each)
+            if path.exists():
+                path.rename(old)
+            part.rename(path)
+            _sync(path.parent)
         finally:
             shutil.rmtree(part, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
@@ -272,10 +303,16 @@ class CheckpointWriter:
             learner: Returns the state of the learner, which rests meanwhile.
             best: Whether the model is written as well, since this is the best checkpoint.
         """
+        state, tensors = self.state(numbers, learner)
+        return self.checkpoints.save(state, tensors, self.write_model if best else None)
+
+    def state(
+        self, numbers: Mapping[str, Any], learner: LearnerState
+    ) -> tuple[dict[str, Any], Iterable[tuple[str, Tensor]]]:
+        """Returns what a checkpoint has of the run, the loop and the learner."""
         more = {"recorded": self.recorded(), "failed": self.checkpoints.failed}
         learner_numbers, tensors = learner()
-        state = {**self.facts, **more, **numbers, "learner": learner_numbers}
-        return self.checkpoints.save(state, tensors, self.write_model if best else None)
+        return {**self.facts, **more, **numbers, "learner": learner_numbers}, tensors
 
 
 def run_facts(config: Config, model: Any, source: str) -> dict[str, Any]:
@@ -322,6 +359,18 @@ def checksum(path: Path) -> list[Any]:
     """Returns the size and the digest of a file."""
     with path.open("rb") as file:
         return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def _write_state(
+    folder: Path, numbers: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    from safetensors.torch import save_file
+
+    from gspo_env.model.load import shards
+
+    for number, shard in enumerate(shards(tensors), 1):
+        save_file(shard, folder / f"state-{number:05d}.safetensors")
+    (folder / "state.json").write_text(json.dumps(numbers))
 
 
 def _sync(path: Path) -> None:

@@ -150,16 +150,18 @@ class Loop:
         self.episodes_played += config.branching.episodes(every_group)
         metrics |= config.compaction.metrics(groups) | config.branching.metrics(groups)
         credit = self._credit(groups, [*before, *groups])
-        samples, places = self._samples(groups, credit.advantages)
+        keep_cut = config.credit.train_on_truncated
+        samples, places = to_train(groups, credit.advantages, keep_cut, self.step)
         recorded = self.reporter.groups_to_keep(len(groups))
         numbers = {n: place for n, place in enumerate(places) if place[0] in recorded}
         if not self.buffer.ahead:
             await self.collector.engine.sleep()
         tokens: Tokens = {}
         if samples:
-            update = partial(
-                self.learner.update, samples, derive_seed("batch", config.seed, step), numbers
-            )
+            seed = derive_seed("batch", config.seed, step)
+            if config.episodes.keep_batches != "none":
+                await self._keep_batch(step, groups, samples, metrics, seed)
+            update = partial(self.learner.update, samples, seed, numbers)
             with part("update"):
                 metrics |= await self.buffer.run(update)
             tokens = {(*numbers[n], turn): v for (n, turn), v in self.learner.tokens.items()}
@@ -203,6 +205,25 @@ class Loop:
         save = partial(self.writer.save, self._state(), self.learner.state, best)
         if not await self.buffer.run(save):
             self.best = former
+
+    async def _keep_batch(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        samples: Sequence[Sample],
+        metrics: Mapping[str, float],
+        seed: int,
+    ) -> None:
+        """Keeps what the update of a step trains on, with the state before it."""
+        from gspo_env.training.batches import Batch, write_batch
+
+        if self.writer is None:
+            return
+        batch = Batch(groups=groups, samples=samples, metrics=metrics, seed=seed)
+        state = self._state() | {"step": step}
+        write = partial(write_batch, self.writer, state, self.learner.state, batch)
+        with part("saving"):
+            await self.buffer.run(partial(write, self.config.episodes.keep_batches))
 
     def _state(self) -> dict[str, Any]:
         """Returns the state of the run at this moment, but for the learner's, as JSON."""
@@ -286,24 +307,6 @@ class Loop:
             await self._empty_cache()
         return metrics | self.collector.metrics() | self.collector.engine.metrics()
 
-    def _samples(
-        self, groups: Sequence[Group], advantages: Sequence[Sequence[FloatArray]]
-    ) -> tuple[list[Sample], list[tuple[int, int]]]:
-        """Returns the samples of every episode that has a token to train on.
-
-        Also returns the group and the index in the group of the episode of each number.
-        """
-        keep_cut = self.config.credit.train_on_truncated
-        trained = [
-            ((p, g), episode, values)
-            for p, (group, rows) in enumerate(zip(groups, advantages, strict=True))
-            for g, (episode, values) in enumerate(zip(group.episodes, rows, strict=True))
-            if episode.turns and not episode.failed and (keep_cut or not episode.truncated)
-        ]
-        rows = [values for _, _, values in trained]
-        samples = to_samples([episode for _, episode, _ in trained], rows, self.step)
-        return [sample for sample in samples if sample.mask.any()], [place for place, *_ in trained]
-
     async def _evaluate(self) -> Sequence[Group]:
         """Evaluates; returns the sampled groups."""
         with part("evaluation"):
@@ -312,6 +315,33 @@ class Loop:
         self.history.append((self.step, metrics))
         self.reporter.evaluated(self.step, evaluation, metrics)
         return evaluation.groups
+
+
+def to_train(
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[FloatArray]],
+    keep_cut: bool,
+    version: int,
+) -> tuple[list[Sample], list[tuple[int, int]]]:
+    """Returns the samples of every episode that has a token to train on.
+
+    Also returns the group and the index in the group of the episode of each number.
+
+    Args:
+        groups: The groups of an update.
+        advantages: The advantages of each episode of each group.
+        keep_cut: Whether truncated episodes are trained on.
+        version: The updates that are done.
+    """
+    trained = [
+        ((p, g), episode, values)
+        for p, (group, rows) in enumerate(zip(groups, advantages, strict=True))
+        for g, (episode, values) in enumerate(zip(group.episodes, rows, strict=True))
+        if episode.turns and not episode.failed and (keep_cut or not episode.truncated)
+    ]
+    rows = [values for _, _, values in trained]
+    samples = to_samples([episode for _, episode, _ in trained], rows, version)
+    return [sample for sample in samples if sample.mask.any()], [place for place, *_ in trained]
 
 
 async def evaluate(collector: Collector, tasks: Sequence[Task]) -> Evaluation:

@@ -8,7 +8,7 @@ import logging
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_MANIFEST, _MAX_STATE = 1 << 20, 1 << 28
+_MAX_MANIFEST, MAX_STATE = 1 << 20, 1 << 28
 """Bytes of `manifest.json` and of `state.json` that are read."""
 _CHANGEABLE = (
     "steps",
@@ -113,6 +113,42 @@ class Checkpoint:
                 "checkpoint of a run"
             ) from error
 
+    def check(self) -> None:
+        """Checks that it says what a run needs.
+
+        Raises:
+            OutputError: It does not.
+        """
+        try:
+            check_types({name: self.numbers.get(name) for name in _FACTS}, _FACTS)
+        except ValueError as error:
+            name = str(self.folder / "state.json")
+            raise OutputError(f"{name!r} is not of a run: {error}; start a new run") from error
+
+    def check_start(self, run: Path, model: Any) -> None:
+        """Checks that a model is the one that the run began with.
+
+        Raises:
+            ModelError: It is another one.
+        """
+        if fingerprint(model) != self.numbers["fingerprint"]:
+            made = "of the recipe" if self.in_imitation else "in checkpoints/start"
+            source = self.numbers["model"] or made
+            raise ModelError(
+                f"the model {source!r} has other weights than when the run {str(run)!r} began; "
+                "expected the same"
+            )
+
+    def start(self, run: Path) -> tuple[Any, Any]:
+        """Returns the model before training and its tokenizer, or the name that finds both.
+
+        The name is empty if the recipe makes the model, since the run has not imitated to the end.
+        """
+        name = self.numbers["model"]
+        if name or self.in_imitation:
+            return name, None
+        return _load_start(run / "checkpoints" / START, self.numbers["dtype"])
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors by name, one file after the other."""
         from safetensors.torch import load_file
@@ -150,13 +186,7 @@ class Resumed:
         Raises:
             ModelError: It is another one.
         """
-        if fingerprint(model) != self.checkpoint.numbers["fingerprint"]:
-            made = "of the recipe" if self.checkpoint.in_imitation else "in checkpoints/start"
-            source = self.checkpoint.numbers["model"] or made
-            raise ModelError(
-                f"the model {source!r} has other weights than when the run "
-                f"{str(self.checkpoints.run)!r} began; expected the same"
-            )
+        self.checkpoint.check_start(self.checkpoints.run, model)
 
 
 def open_run(run: Path, config: Config | None) -> Resumed:
@@ -178,17 +208,11 @@ def open_run(run: Path, config: Config | None) -> Resumed:
     with ExitStack() as unlock:  # another process may train the run if this raises
         unlock.enter_context(checkpoints)
         checkpoint = newest_checkpoint(checkpoints)
-        numbers = checkpoint.numbers
-        try:
-            check_types({name: numbers.get(name) for name in _FACTS}, _FACTS)
-        except ValueError as error:
-            name = str(checkpoint.folder / "state.json")
-            raise OutputError(f"{name!r} is not of a run: {error}; start a new run") from error
+        checkpoint.check()
         config = changed_config(run, checkpoint, config)
-        checkpoints.settings, checkpoints.failed = config.checkpoints, int(numbers["failed"])
-        model, tokenizer = numbers["model"], None
-        if not model and not checkpoint.in_imitation:
-            model, tokenizer = _load_start(checkpoints.folder / START, numbers["dtype"])
+        checkpoints.settings = config.checkpoints
+        checkpoints.failed = int(checkpoint.numbers["failed"])
+        model, tokenizer = checkpoint.start(run)
         unlock.pop_all()
     return Resumed(
         checkpoints=checkpoints,
@@ -207,22 +231,42 @@ def newest_checkpoint(checkpoints: Checkpoints) -> Checkpoint:
     """
     problems: dict[Path, str] = {}
     for folder in reversed(step_folders(checkpoints.folder)):
-        problem, numbers = damage(folder), None
-        if not problem:
-            with contextlib.suppress(ValueError, RecursionError):
-                numbers = json.loads(read_file(folder, "state.json", _MAX_STATE))
-            if isinstance(numbers, dict) and isinstance(numbers.get("step"), int):
-                checkpoints.use(folder, numbers["step"])
-                _move_aside(problems)
-                return Checkpoint(folder=folder, numbers=numbers)
-            problem = "state.json has no step"
-        problems[folder] = f"{folder.name}: {problem}"
+        checkpoint = _read(folder)
+        if isinstance(checkpoint, Checkpoint):
+            checkpoints.use(folder, checkpoint.step)
+            _move_aside(problems)
+            return checkpoint
+        problems[folder] = f"{folder.name}: {checkpoint}"
     if problems:
         raise OutputError(
             f"expected a checkpoint in {str(checkpoints.folder)!r}, found only damaged ones "
             f"({'; '.join(problems.values())}); {begin_again(checkpoints.run)}"
         )
     raise OutputError(without_checkpoint(checkpoints.run))
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Returns the checkpoint in a folder.
+
+    Raises:
+        OutputError: It is damaged, or another version wrote it.
+    """
+    checkpoint = _read(folder)
+    if isinstance(checkpoint, str):
+        raise OutputError(f"{str(folder)!r} cannot be used: {checkpoint}")
+    checkpoint.check()
+    return checkpoint
+
+
+def _read(folder: Path) -> Checkpoint | str:
+    """Returns the checkpoint in a folder, or what is wrong with it."""
+    if problem := damage(folder):
+        return problem
+    with contextlib.suppress(ValueError, RecursionError):
+        numbers = json.loads(read_file(folder, "state.json", MAX_STATE))
+        if isinstance(numbers, dict) and isinstance(numbers.get("step"), int):
+            return Checkpoint(folder=folder, numbers=numbers)
+    return "state.json has no step"
 
 
 def _move_aside(problems: Mapping[Path, str]) -> None:
@@ -272,12 +316,17 @@ def saved_settings(run: str | Path) -> SavedSettings:
     return read_settings(path)
 
 
-def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> Config:
-    """Returns a config, or else that of a checkpoint, if the two differ only where they may.
+def checkpoint_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> Config:
+    """Returns the config of a checkpoint.
+
+    Args:
+        run: Folder of the run.
+        checkpoint: The checkpoint.
+        config: A config of the user's; what it has as well needs no trust in the folder.
 
     Raises:
-        ConfigError: Another setting differs, the run has done more steps already, or the
-            checkpoint names something that the user has to give; see `gspo_env.saved`.
+        ConfigError: The checkpoint names something that the user has to give; see
+            `gspo_env.saved`.
     """
     text, model = checkpoint.numbers["config"], checkpoint.numbers["model"]
     check_model(run, model, "" if config is None else config.model)
@@ -296,7 +345,34 @@ def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> 
         if class_name(name) and class_name(name) == class_name(saved_name(tree, kind)):
             tree, same[f"{kind}.name"] = replace_choices(tree, {kind: name}), name
     saved.settings(same, env=config.env if config is not None and moved else "")
-    before = from_dict(tree)
+    return from_dict(tree)
+
+
+def changed_config(
+    run: Path,
+    checkpoint: Checkpoint,
+    config: Config | None,
+    may_change: Callable[[str], bool] = lambda name: name.startswith(_CHANGEABLE),
+    hint: str = (
+        "in the run that is resumed; only steps, what is kept, addresses and workers may change: "
+        "start a new run for another value"
+    ),
+) -> Config:
+    """Returns a config, or else that of a checkpoint, if the two differ only where they may.
+
+    Args:
+        run: Folder of the run.
+        checkpoint: The checkpoint.
+        config: The config.
+        may_change: Whether a setting may differ.
+        hint: The end of the error: where the other value is, and which settings may differ.
+
+    Raises:
+        ConfigError: Another setting differs, the run has done more steps already, or the
+            checkpoint names something that the user has to give; see `gspo_env.saved`.
+    """
+    model = checkpoint.numbers["model"]
+    before = checkpoint_config(run, checkpoint, config)
     if config is None:
         return before
     # `auto` is what the run has decided, which its config.toml has
@@ -306,14 +382,10 @@ def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> 
         config = replace(config, eval_tasks=before.eval_tasks)
     old, new = flatten(before), flatten(config)
     for name in sorted({*old, *new}):
-        allowed = name.startswith(_CHANGEABLE) or (name == "env" and moved)
+        allowed = may_change(name) or (name == "env" and moved_only(before.env, config.env))
         allowed = allowed or (name == "model" and new.get(name) == model)
         if old.get(name) != new.get(name) and not allowed:
-            raise ConfigError(
-                f"{name} is {new.get(name)!r}, and {old.get(name)!r} in the run that is resumed; "
-                "only steps, what is kept, addresses and workers may change: start a new run for "
-                "another value"
-            )
+            raise ConfigError(f"{name} is {new.get(name)!r}, and {old.get(name)!r} {hint}")
     if config.steps < checkpoint.step:
         raise ConfigError(
             f"steps is {config.steps}; expected at least {checkpoint.step}, which are done"

@@ -237,8 +237,13 @@ class RolloutBuffer:
             await asyncio.wait([asyncio.wrap_future(self._update)], timeout=_UPDATE_MARGIN)
 
     def state(self) -> dict[str, Any]:
-        """Returns the groups that are lost if the run ends now, as JSON; see `restore`."""
-        lost = sorted([*self._admitted.values(), *self._waiting], key=lambda a: a.number)
+        """Returns the groups that are lost if the run ends now, as JSON; see `restore`.
+
+        Those that the learner has are not lost: a checkpoint follows their update, and what is
+        written before it keeps them.
+        """
+        admitted = [a for a in self._admitted.values() if a.number not in self._batch]
+        lost = sorted([*admitted, *self._waiting], key=lambda a: a.number)
         return {"next": self._next, "open": [[a.number, a.resamples, asdict(a.task)] for a in lost]}
 
     def restore(self, state: Mapping[str, Any], version: int) -> None:

@@ -1,0 +1,236 @@
+"""Batches that a run keeps: what one update trains on, with the state of the run before it.
+
+    RUN/batches/step-000045/    manifest.json, state.json, state-00001.safetensors, episodes.parquet
+
+The folder is a checkpoint with the weights, the optimiser and the generators from before the update
+of that step, and with all groups of the update. What the schema of episodes has no column for is in
+`state.json`. An episode that looks as if it had a secret loses its tokens, so a batch with one is
+not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from gspo_env.batch.sample import Sample
+from gspo_env.config import Config
+from gspo_env.episodes.restore import to_groups
+from gspo_env.episodes.schema import Episodes, read_table
+from gspo_env.episodes.writer import to_table
+from gspo_env.errors import OutputError
+from gspo_env.files import check_folder, read_file, step_folders
+from gspo_env.learner.settings import Trainer
+from gspo_env.redaction import redact_text
+from gspo_env.saved import SavedSettings, parse
+from gspo_env.training.checkpoints import BATCHES, CheckpointWriter, LearnerState
+from gspo_env.training.resume import MAX_STATE, Checkpoint, read_checkpoint
+from gspo_env.types import Episode, Group, StepInfo, Turn
+
+logger = logging.getLogger(__name__)
+
+EPISODES = "episodes.parquet"
+_INFO = ("state_key", "token_mask", "token_advantages", "extra")
+"""What credit and the loss may read of a step's `info` and the schema of episodes leaves out."""
+_STATE_BYTES = 12
+"""Bytes of a trained weight: the float32 master and the two moments of AdamW."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """What one update trains on."""
+
+    groups: Sequence[Group]
+    samples: Sequence[Sample]
+    """The training sequences of the groups, with their credit."""
+    metrics: Mapping[str, float]
+    """The metrics of the step before its update."""
+    seed: int
+    """The seed of the split into minibatches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptBatch:
+    """A batch that was read."""
+
+    run: Path
+    checkpoint: Checkpoint
+    """The state before the update; its step is that of the update."""
+    groups: Sequence[Group]
+    metrics: Mapping[str, float]
+    seed: int
+    digest: str
+    """See `digest_of`."""
+
+
+def write_batch(
+    writer: CheckpointWriter,
+    numbers: Mapping[str, Any],
+    learner: LearnerState,
+    batch: Batch,
+    keep: Literal["all", "last"] | int,
+) -> None:
+    """Writes a batch, unless a text in it looks like a secret.
+
+    Args:
+        writer: Writes the checkpoints of the run.
+        numbers: The state of the loop.
+        learner: Returns the state of the learner.
+        batch: The batch.
+        keep: Which batches the run keeps.
+    """
+    import pyarrow.parquet as pq
+
+    step = int(numbers["step"])
+    table = to_table(step, "train", dict(enumerate(batch.groups)), {})
+    rest = json.dumps([_rest(e) for group in batch.groups for e in group.episodes], default=repr)
+    if any(table["redacted"].to_pylist()) or redact_text(rest) != rest:
+        logger.warning("the batch of step %d is not kept: a text looks like a secret", step)
+        return
+    state, tensors = writer.state(numbers, learner)
+    state["batch"] = {
+        "metrics": dict(batch.metrics),
+        "seed": batch.seed,
+        "digest": digest_of(batch.samples),
+        "episodes": json.loads(rest),
+    }
+
+    def write(folder: Path) -> None:
+        pq.write_table(table, folder / EPISODES, compression="zstd", compression_level=1)
+
+    count = {"all": 0, "last": 1}.get(str(keep)) if isinstance(keep, str) else keep
+    writer.checkpoints.save_batch(state, tensors, write, count or 0)
+
+
+def digest_of(samples: Sequence[Sample]) -> str:
+    """Returns a checksum of all that an update reads, in the precision in which it reads it."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        engine = sample.engine_logprobs
+        for values, kind in (
+            *((sample.token_ids, np.int64), (sample.turn_ids, np.int64)),
+            *((sample.advantages, np.float32), (() if engine is None else engine, np.float32)),
+        ):
+            array = np.asarray(values, kind)
+            digest.update(repr(array.shape).encode() + array.tobytes())
+    return digest.hexdigest()
+
+
+def announcement(config: Config, learner: Trainer, run: Path) -> str:
+    """Says before training what the batches take on the disk."""
+    weights = sum(p.numel() for p in learner.policy.parameters() if p.requires_grad)
+    each, keep = weights * _STATE_BYTES / 1e6, config.episodes.keep_batches
+    count = {"all": config.steps, "last": 1}.get(str(keep)) if isinstance(keep, str) else keep
+    kept = min(count or 0, config.steps)
+    free = shutil.disk_usage(run).free / 1e6
+    return (
+        f"batches: {kept} of {config.steps} are kept, each of about {each:,.1f} MB and its "
+        f"episodes, {each * kept:,.0f} MB together in {run / BATCHES} ({free:,.0f} MB are free)"
+    )
+
+
+def find_batch(run: str | Path, step: int | None = None) -> Path:
+    """Returns the folder of a batch; see `read_batch`.
+
+    Raises:
+        OutputError: The run has kept no such batch.
+    """
+    path = Path(run)
+    folders = {int(folder.name[5:]): folder for folder in step_folders(path / BATCHES)}
+    if not folders:
+        lack = "has kept no batches" if path.is_dir() else "is not a folder"
+        raise OutputError(
+            f"{str(run)!r} {lack}; expected the folder of a run that trained with "
+            "--keep-batches last, all or a number"
+        )
+    step = max(folders) if step is None else step
+    if step not in folders:
+        raise OutputError(
+            f"{str(run)!r} has not kept the batch of step {step}; expected one of "
+            f"{', '.join(map(str, folders))}"
+        )
+    check_folder(path)
+    return folders[step]
+
+
+def batch_settings(folder: Path) -> SavedSettings:
+    """Returns the settings of a batch as data.
+
+    Raises:
+        OutputError: They are damaged.
+    """
+    try:
+        text = json.loads(read_file(folder, "state.json", MAX_STATE))["config"]
+        return parse(folder / "state.json", text)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise OutputError(f"the settings in {str(folder)!r} are damaged: {error}") from error
+
+
+def read_batch(run: str | Path, step: int | None = None) -> KeptBatch:
+    """Reads a batch that a run has kept, as data.
+
+    Args:
+        run: Folder of the run.
+        step: The step of the update; the newest by default.
+
+    Raises:
+        OutputError: The run has kept no such batch, or it is damaged.
+    """
+    path, folder = Path(run), find_batch(run, step)
+    checkpoint = read_checkpoint(folder)
+    try:
+        kept = checkpoint.numbers["batch"]
+        groups = _groups(folder / EPISODES, kept["episodes"])
+        return KeptBatch(
+            run=path,
+            checkpoint=checkpoint,
+            groups=groups,
+            metrics={str(name): float(value) for name, value in kept["metrics"].items()},
+            seed=int(kept["seed"]),
+            digest=str(kept["digest"]),
+        )
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise OutputError(f"{str(folder)!r} is damaged: {error}; expected a kept batch") from error
+
+
+def _groups(path: Path, rest: Sequence[Mapping[str, Any]]) -> list[Group]:
+    table = read_table(path)
+    if table is None:
+        raise ValueError(f"{path.name} cannot be read")
+    groups = to_groups(Episodes(table, {}))
+    if (count := sum(len(group.episodes) for group in groups)) != len(rest):
+        raise ValueError(f"{path.name} has {count} episodes, and state.json {len(rest)}")
+    left = iter(rest)
+    return [replace(g, episodes=tuple(_whole(e, next(left)) for e in g.episodes)) for g in groups]
+
+
+def _rest(episode: Episode) -> dict[str, Any]:
+    """Returns what the schema of episodes leaves out of an episode, by turn."""
+    default = StepInfo()
+    turns = [
+        {n: v for n in _INFO if (v := getattr(turn.info, n)) != getattr(default, n)}
+        for turn in episode.turns
+    ]
+    return {"reset": dict(episode.reset.extra), "turns": turns}
+
+
+def _whole(episode: Episode, rest: Mapping[str, Any]) -> Episode:
+    """Returns an episode with its `_rest`."""
+
+    def turn(old: Turn, values: Mapping[str, Any]) -> Turn:
+        known: Any = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+        for name in ("token_mask", "token_advantages"):
+            if name in known and len(known[name]) != len(old.action_ids):
+                raise ValueError(f"{name} has {len(known[name])} values")
+        return replace(old, info=replace(old.info, **{n: known[n] for n in _INFO if n in known}))
+
+    turns = tuple(turn(*pair) for pair in zip(episode.turns, rest["turns"], strict=True))
+    return replace(episode, turns=turns, reset=replace(episode.reset, extra=dict(rest["reset"])))
