@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "gspo_env.envs"
 _BUILTIN = {
     "gspo/Additive-v0": "gspo_envs.diagnostic.diagnostics:AdditiveEnv",
+    "gspo/AgentDojo-v0": "gspo_envs.adapters.agentdojo:AgentDojoEnv",
     "gspo/BFCL-v0": "gspo_envs.adapters.bfcl:BFCLEnv",
     "gspo/Calculator-v0": "gspo_envs.text.calculator:CalculatorEnv",
     "gspo/Dataset-v0": "gspo_envs.data.dataset:DatasetEnv",

@@ -129,3 +129,37 @@ def test_the_certificate_of_bfcl():
     assert [str(finding) for finding in result.findings if not finding.ok] == []
     assert {row.name: row.share for row in result.rows}["expert (gold)"] == 1
     assert check_env("gspo/BFCL-v0").demonstrated == (True, True)
+
+
+@pytest.mark.suites
+@pytest.mark.parametrize(
+    ("suite", "tasks", "free"), [("banking", 16, 5), ("slack", 21, 0), ("travel", 20, 0)]
+)
+def test_the_gold_of_agentdojo_replays_and_free_tasks_are_left_out(suite, tasks, free):
+    pytest.importorskip("agentdojo")
+    env = make_env("gspo/AgentDojo-v0", suite=suite, exclude_free=False)
+    assert (env.unwrapped.num_tasks, len(env.unwrapped.free)) == (tasks, free)
+    rows = [Task(env_id="x", seed=0, options={"row": n}) for n in range(tasks)]
+    assert all(play_now(env, row, demonstrator()).success for row in rows)
+    assert make_env("gspo/AgentDojo-v0", suite=suite).unwrapped.num_tasks == tasks - free
+
+
+@pytest.mark.suites
+def test_an_evaluation_of_agentdojo_has_success_and_attack_rate_side_by_side():
+    pytest.importorskip("agentdojo")
+    env = make_env("gspo/AgentDojo-v0", inject=True)
+    inner = env.unwrapped
+
+    def attacked(follow, seed):
+        env.reset(seed=seed)
+        if follow:
+            for call in inner._attacker.ground_truth(inner._now):
+                env.step(format_tool_call(call.function, dict(call.args)))
+        return env.step("Done.")[4]
+
+    assert attacked(True, 10**9)["reward_parts"] == {"attacked": 1.0}
+    assert attacked(False, 10**9)["reward_parts"] == {"attacked": 0.0}
+    assert "reward_parts" not in attacked(False, 3)  # training has no attack
+    gold = play_now(env, Task(env_id="x", seed=10**9), demonstrator())
+    assert gold.success
+    assert gold.turns[-1].info.reward_parts == {"attacked": 0.0}

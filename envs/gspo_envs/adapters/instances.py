@@ -18,7 +18,7 @@ from gspo_envs.data.rows import TaskRows
 logger = logging.getLogger(__name__)
 
 _DONE = "Done."
-"""What the demonstrator says when nothing is left to call."""
+"""An answer without content."""
 Calls = Sequence[tuple[str, dict[str, Any]]]
 """Names of methods, with their arguments."""
 
@@ -105,14 +105,18 @@ class InstanceEnv(ToolEnv):
         """Returns the next call of the solution; with probability `noise` it skips one."""
         self._pending = self._pending or self._solve()
         action = next(self._pending, _DONE)
-        if noise > 0.0 and action != _DONE and self.np_random.random() < noise:
+        if noise > 0.0 and self.np_random.random() < noise:
             action = next(self._pending, _DONE)
         return action
+
+    def last_words(self) -> str:
+        """Returns what the demonstrator says when nothing is left to call."""
+        return _DONE
 
     def _solve(self) -> Iterator[str]:
         for calls in self.solution():
             yield from (format_tool_call(name, arguments) for name, arguments in calls)
-            yield _DONE
+            yield self.last_words()
 
     def _is_free(self, row: int) -> bool:
         self.reset(seed=0, options={"row": row})
