@@ -84,10 +84,10 @@ class Capture:
             episode
             for group in groups
             for episode in _best(group, self.best)
-            if all(condition(_numbers(episode)) for condition in conditions)
+            if all(condition(figures_of(episode)) for condition in conditions)
         ]
         if self.keep and not whole:
-            names = sorted({name for episode in played for name in _numbers(episode)})
+            names = sorted({name for episode in played for name in figures_of(episode)})
             raise ConfigError(
                 f"keep is {self.keep!r}, which none of {len(played)} episodes meets; expected a "
                 f"condition on {', '.join(names)} that some meet"
@@ -168,7 +168,7 @@ def read_conditions(text: str) -> list[Condition]:
     return [read(part) for part in text.split(" and ")] if text else []
 
 
-def _numbers(episode: Episode) -> dict[str, float]:
+def figures_of(episode: Episode) -> dict[str, float]:
     """Returns what conditions compare."""
     from gspo_env.rollout.metrics import EpisodeStats
 
@@ -208,7 +208,7 @@ def to_lines(episode: Episode) -> list[str]:
     first = episode.reset.messages
     is_whole = bool(first) and first[-1].role != "assistant"
     if not is_whole and not any(episode.turns[k].info.messages for k in episode.action_turns):
-        return [_line(episode, _messages(episode), episode.prompt.tools)]
+        return _lines(episode, _messages(episode), episode.prompt.tools)
     infos = [turn.info for turn in episode.turns[:-1]]
     requests: list[ResetInfo | StepInfo] = [episode.reset, *infos]
     parents = set(episode.parents)
@@ -221,7 +221,7 @@ def to_lines(episode: Episode) -> list[str]:
             continue
         tools = tuple(request.tools or ())
         answer = _answer(turn, tools)
-        lines.append(_line(episode, (*request.messages, answer), tools, agent=request.agent))
+        lines += _lines(episode, (*request.messages, answer), tools, agent=request.agent)
     return lines
 
 
@@ -235,7 +235,7 @@ def _messages(episode: Episode) -> list[Message]:
             message = _answer(episode.turns[k], episode.prompt.tools)
             calls = [replace(c, id=f"call_{k}_{n}") for n, c in enumerate(message.tool_calls)]
             message = replace(message, tool_calls=tuple(calls))
-        elif message.role == "tool":
+        elif message.role == "tool" and messages[-1].tool_calls:  # it may answer a malformed call
             message = replace(message, tool_call_id=f"call_{k}_0")
         messages.append(message)
     return messages
@@ -250,13 +250,24 @@ def _answer(turn: Turn, tools: Sequence[Tool]) -> Message:
     return read_action(text, tools, turn.message, in_reasoning=turn.in_reasoning)[0]
 
 
-def _line(episode: Episode, messages: Sequence[Message], tools: Sequence[Tool], **more: Any) -> str:
+def _lines(
+    episode: Episode, messages: Sequence[Message], tools: Sequence[Tool], **more: Any
+) -> list[str]:
+    """Returns a conversation as a line, or no line if its answers are all empty.
+
+    An empty answer has the weight 0, since it cannot be imitated.
+    """
     from gspo_env.recipes.conversations import Conversation
 
+    answers = {n: m for n, m in enumerate(messages) if m.role == "assistant"}
+    empty = {n for n, m in answers.items() if not (m.content or m.tool_calls or m.reasoning)}
+    if len(empty) == len(answers):
+        return []
     conversation = Conversation(
         messages=tuple(messages),
         tools=tuple(tools),
         reward=episode.outcome,
         task_key=episode.reset.task_key,
+        unweighted=frozenset(empty),
     )
-    return conversation.line(success=episode.success, **more, seed=episode.task.seed)
+    return [conversation.line(success=episode.success, **more, seed=episode.task.seed)]
