@@ -13,6 +13,8 @@ import numpy as np
 import gspo_env
 from gspo_env.compare import Arm, Comparison, Result, slug, stats
 from gspo_env.config import to_toml
+from gspo_env.episodes import read_episodes, render_episode
+from gspo_env.episodes.schema import episode_files
 from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.report import plots
 from gspo_env.report.page import Section, html_page, markdown_page
@@ -22,6 +24,8 @@ METHODS = "Statistics and methods"
 """Title of the section behind the results."""
 _TAIL = 0.1
 """The final score is the mean of the last points of a curve, this fraction of them."""
+_TIMES, _SHOWN = ("time/rollout", "time/update", "time/eval", "time/sync"), 3
+"""Metrics of what a run spends, and tasks whose episodes are shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -383,6 +387,35 @@ def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
     return f"{text} {comparison.left_out}".strip()
 
 
+def _price(results: Sequence[Result]) -> str:
+    """Says how long the runs of each arm took, as far as they were timed."""
+    minutes: dict[str, list[float]] = {}
+    for result in results:
+        seconds = sum(result.recorded.total(name) for name in _TIMES)
+        if seconds and not result.error:
+            minutes.setdefault(result.run.arm.name, []).append(seconds / 60)
+    listed = [f"{np.mean(times):.2g} min with {arm}" for arm, times in minutes.items()]
+    return f" A run takes {', '.join(listed)}." if listed else ""
+
+
+def _side_by_side(results: Sequence[Result]) -> Iterator[dict[str, str]]:
+    """Yields episodes of each arm that play the same task after the last step, by arm.
+
+    They are of the first seed of which all arms finished, first tasks that only some arms solve.
+    """
+    seeds = {r.run.seed for r in results} - {r.run.seed for r in results if r.error}
+    kept = [r for r in results if r.run.seed == min(seeds, default=None)]
+    kept = [r for r in kept if episode_files(r.run.folder)]
+    last = []
+    for run in (result.run for result in kept):
+        shown = read_episodes(run.folder, phases="eval", steps=[run.config.steps])
+        last.append({(e.env, e.seed, e.options): e for e in shown})
+    tasks = [task for task in (last[0] if len(last) > 1 else ()) if all(task in e for e in last)]
+    tasks.sort(key=lambda task: len({e[task].success for e in last}) < 2)
+    for task in tasks[:_SHOWN]:
+        yield {r.run.arm.name: render_episode(e[task]) for r, e in zip(kept, last, strict=True)}
+
+
 def _method(comparison: Comparison, seeds: int) -> str:
     matched = all(config.credit.rms for config in comparison.problems.values())
     rms = ", advantages at the same root mean square" if matched else ""
@@ -433,11 +466,12 @@ def write_report(
     seeds = len({result.run.seed for result in results})
     folded = [Section(title=METHODS, text=_method(comparison, seeds), folded=True)]
     for name, rows in problems.items():
+        runs = [result for result in results if result.run.problem == name]
         picture = folder / f"curves-{slug(name)}.png"
         plots.comparison_figure(comparison, name, rows).savefig(picture)
         section = Section(
             title=name,
-            text=_about(comparison, name, rows),
+            text=_about(comparison, name, rows) + _price(runs),
             strong=conclusion(comparison.metric, rows, tests)
             + (noise(rows, tests) if comparison.pilot else ""),
             table=short_table(comparison, rows),
@@ -448,6 +482,9 @@ def write_report(
         title, every = f"All statistics of {name}", table(comparison, rows)
         text = limits(rows, tests)
         folded.append(Section(title=title, text=text, table=every, folded=True))
+        if episodes := list(_side_by_side(runs)):
+            title = f"Episodes of {name}, side by side"
+            folded.append(Section(title=title, side_by_side=episodes, folded=True))
     failed = [f"{r.run.name}: {r.error}" for r in results if r.error]
     if failed:
         sections.append(Section(title="Failed runs", items=failed))

@@ -35,6 +35,8 @@ class Section:
     caption: str = ""
     blocks: Mapping[str, str] = field(default_factory=dict)
     """Preformatted texts by their titles, which HTML shows after a click."""
+    side_by_side: Sequence[Mapping[str, str]] = ()
+    """Rows of such texts in columns, which Markdown leaves out."""
 
 
 def html_page(title: str, sections: Sequence[Section]) -> str:

@@ -118,6 +118,11 @@ def test_a_comparison_goes_on_where_it_stopped_and_tracks_nested_runs(tmp_path):
     decided = [run.folder for run in planned(comparison, tmp_path / "out")]
     ended = compare(more, tmp_path / "out", tracking, print, is_decided=lambda results: True)
     assert [result.run.folder for result in ended] == decided  # the second seed is not played
+    report, text, *_ = write_report(more, ended, tmp_path)
+    assert "A run takes " in text.read_text()
+    assert "Episodes of one, side by side" in report.read_text()
+    names = re.findall("<figcaption>(.*?)</figcaption>", report.read_text())
+    assert names == ["outcome", "returns_to_go"] * 3
     compare(more, tmp_path / "out", tracking, print, lambda results: [marked])
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("gspo_env")
