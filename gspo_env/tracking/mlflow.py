@@ -35,10 +35,12 @@ from gspo_env.tracking.jsonl import Received
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment
+    from mlflow.entities import Run as StoredRun
     from mlflow.entities import Span as StoredSpan
     from mlflow.tracking import MlflowClient
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 # MLflow's limits (mlflow.utils.validation).
 _MAX_PARAM_VALUE = 6000
@@ -51,7 +53,7 @@ _MAX_INPUT_SOURCE = 65_535
 _RUN_FOLDER = re.compile(r"[/\\][0-9a-f]{32}[/\\]artifacts[/\\]?\Z")
 _KEY_REFUSED = re.compile(r"[^\w\-. /]|^/|/(?=/|\Z)|(?<![^/])\.{1,2}(?=/|\Z)|\A\Z")
 
-_KEY_TAG = "gspo_env.key"
+_KEY_TAG, _RUN_ID = "gspo_env.key", "MLFLOW_RUN_ID"
 _KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Tag of a new experiment: it holds trainings, not traces of an application."""
 _VIEW = "workflowType=machine_learning"
@@ -125,7 +127,7 @@ class MLflow:
         Raises:
             ConfigError: It cannot be opened, or lacks one of them.
         """
-        if not self.address and "MLFLOW_RUN_ID" not in os.environ:
+        if not self.address and not os.environ.get(_RUN_ID):
             return  # `start` makes ./mlflow.db, once nothing else can fail
 
         def look() -> None:
@@ -135,8 +137,7 @@ class MLflow:
                 socket.create_connection(where, OPENING).close()
             client = _open_client(self)
             _find_experiment(client, self.experiment)
-            if run_id := os.environ.get("MLFLOW_RUN_ID", ""):
-                client.get_run(run_id)
+            _find_run(client, self.experiment)
 
         self._open(look)
 
@@ -313,12 +314,40 @@ def _find_experiment(client: MlflowClient, name: str) -> tuple[str, str]:
         stored = client.get_experiment_by_name(name or "gspo_env")
     if stored is None:
         return name or "gspo_env", ""
+    return _check_experiment(stored), str(stored.experiment_id)
+
+
+def _check_experiment(stored: Experiment) -> str:
+    """Returns the name of an experiment that was not deleted."""
     if stored.lifecycle_stage == "deleted":
         raise ConfigError(
             f"the experiment {stored.name!r} was deleted; expected `mlflow experiments restore -x "
             f"{stored.experiment_id}`, or another experiment with --tracker.experiment"
         )
-    return str(stored.name), str(stored.experiment_id)
+    return str(stored.name)
+
+
+def _find_run(client: MlflowClient, experiment: str) -> StoredRun | None:
+    """Returns the run that the environment names, if it names one.
+
+    Raises:
+        ConfigError: It was deleted, or belongs to another experiment than the settings name.
+    """
+    if not (run_id := os.environ.get(_RUN_ID, "").strip()):
+        return None
+    run = client.get_run(run_id)
+    name = _check_experiment(client.get_experiment(run.info.experiment_id))
+    if run.info.lifecycle_stage == "deleted":
+        raise ConfigError(
+            f"{_RUN_ID} is {run_id!r}, a run that was deleted; expected `mlflow runs restore "
+            f"--run-id {run_id}`, or no {_RUN_ID}"
+        )
+    if experiment.strip() not in ("", name):
+        raise ConfigError(
+            f"{_RUN_ID} is {run_id!r}, a run of the experiment {name!r}, and tracker.experiment is "
+            f"{experiment!r}; expected the same experiment, or only one of the two"
+        )
+    return run
 
 
 def _open_run(client: MlflowClient, settings: MLflow, info: RunInfo) -> str:
@@ -328,14 +357,13 @@ def _open_run(client: MlflowClient, settings: MLflow, info: RunInfo) -> str:
     from mlflow.tracking.context.registry import resolve_tags
 
     name, experiment_id = _find_experiment(client, settings.experiment)
-    experiment_id = experiment_id or client.create_experiment(name, tags=_KIND)
     try:
         if info.id and _reopen(client, info.id, info.key):
             return info.id
     except MlflowException as error:
         if error.error_code not in _GONE:
             raise
-    if info.resume is not None:  # the id is another store's, or a kill came before it was kept
+    if experiment_id and info.resume is not None:  # another store's id, or a kill before one was kept
         runs = client.search_runs([experiment_id], f"tags.`{_KEY_TAG}` = '{info.key}'")
         if runs and _reopen(client, runs[0].info.run_id, info.key):
             return str(runs[0].info.run_id)
@@ -343,20 +371,26 @@ def _open_run(client: MlflowClient, settings: MLflow, info: RunInfo) -> str:
     if info.parent is not None:
         tags["mlflow.parentRunId"] = Received.load(info.parent, "mlflow").id
     tags = {_key(name): str(value)[:_MAX_TAG_VALUE] for name, value in tags.items()}
-    run_id = "" if info.parent else os.environ.get("MLFLOW_RUN_ID", "")
-    if run_id and _reopen(client, run_id, info.key):
-        client.log_batch(run_id, tags=[RunTag(*tag) for tag in tags.items()])
-    else:
-        run = client.create_run(
-            experiment_id,
-            start_time=int(info.started * 1000),
-            run_name=(info.name if info.parent else settings.run_name or info.name) or None,
-            tags=resolve_tags(tags),
+    named = None if info.parent else _find_run(client, settings.experiment)
+    if named and named.data.tags.get(_KEY_TAG, info.key) != info.key:
+        _log.warning(
+            "%s is %r, the run of another training: this training gets a run of its own",
+            *(_RUN_ID, named.info.run_id),
         )
-        run_id = str(run.info.run_id)
+        named = None
+    run = named or client.create_run(
+        experiment_id or client.create_experiment(name, tags=_KIND),
+        start_time=int(info.started * 1000),
+        run_name=(info.name if info.parent else settings.run_name or info.name) or None,
+        tags=resolve_tags(tags),
+    )
+    run_id = str(run.info.run_id)
     values = {_key(name): _cut(str(value)) for name, value in info.params.items()}
     for params in _batches([Param(*item) for item in values.items()], _PARAMS_PER_BATCH):
         client.log_batch(run_id, params=params)
+    if named:  # now, so that a run that refuses a parameter stays as it was
+        client.log_batch(run_id, tags=[RunTag(*tag) for tag in tags.items()])
+        client.update_run(run_id, status="RUNNING")
     return run_id
 
 

@@ -30,7 +30,7 @@ class SystemMetrics:
 
     def __enter__(self) -> Self:
         """Begins to read."""
-        psutil.cpu_percent()  # counts from here on
+        read_machine()  # the use of the processors counts from here on
         self._thread.start()
         return self
 
@@ -56,14 +56,17 @@ class SystemMetrics:
 
 def read_machine() -> dict[str, float]:
     """Returns the present values; the use of the processors is that since the last call."""
-    memory = psutil.virtual_memory()
-    return {
-        "system/cpu_utilization_percentage": psutil.cpu_percent(),
-        "system/system_memory_usage_megabytes": memory.used / 1e6,
-        "system/system_memory_usage_percentage": memory.percent,
-        "system/process_memory_megabytes": psutil.Process().memory_info().rss / 1e6,
-        **_read_gpus(),
-    }
+    try:
+        memory = psutil.virtual_memory()
+        return {
+            "system/cpu_utilization_percentage": psutil.cpu_percent(),
+            "system/system_memory_usage_megabytes": memory.used / 1e6,
+            "system/system_memory_usage_percentage": memory.percent,
+            "system/process_memory_megabytes": psutil.Process().memory_info().rss / 1e6,
+            **_read_gpus(),
+        }
+    except (OSError, psutil.Error):  # no descriptor is free, or the system shows no processes
+        return {}
 
 
 def _read_gpus() -> dict[str, float]:

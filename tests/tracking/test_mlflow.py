@@ -254,6 +254,74 @@ def test_an_id_of_the_environment_that_the_store_lacks_is_refused_before_trainin
         begin()
 
 
+@pytest.fixture
+def pipeline(folder, monkeypatch):
+    """A store with a named experiment, and a function that makes the run `MLFLOW_RUN_ID` in it."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    client = MlflowClient()
+
+    def make(experiment="pipeline steps"):
+        stored = client.get_experiment_by_name(experiment)
+        number = stored.experiment_id if stored else client.create_experiment(experiment)
+        run = client.create_run(number, run_name="mine")
+        monkeypatch.setenv("MLFLOW_RUN_ID", f" {run.info.run_id} ")
+        return client, run.info.run_id
+
+    return make
+
+
+def test_a_run_of_the_environment_that_refuses_a_parameter_stays_as_it_was(begin, pipeline):
+    client, run_id = pipeline()
+    client.log_param(run_id, "seed", "7")
+    client.set_terminated(run_id, "FAILED")
+    before = client.get_run(run_id).to_dictionary()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="'seed', 'old_value': '7', 'new_value': '1'"):
+            begin(params={"seed": 1}, tags={"env": "x"})
+        assert client.get_run(run_id).to_dictionary() == before
+
+
+def test_a_deleted_run_of_the_environment_is_refused_with_the_command_that_restores_it(pipeline):
+    client, run_id = pipeline()
+    client.delete_run(run_id)
+    with pytest.raises(ConfigError, match=f"was deleted; .*mlflow runs restore --run-id {run_id}"):
+        MLflow().check()
+    client, run_id = pipeline("removed later")
+    number = client.get_run(run_id).info.experiment_id
+    client.delete_experiment(number)
+    with pytest.raises(ConfigError, match=f"mlflow experiments restore -x {number}"):
+        MLflow().check()
+    client.restore_experiment(number)
+    MLflow().check()
+
+
+def test_a_run_of_the_environment_and_another_experiment_of_the_settings_contradict(
+    begin, tmp_path, pipeline, monkeypatch
+):
+    client, run_id = pipeline()
+    with pytest.raises(ConfigError, match="run of the experiment 'pipeline steps'.*'elsewhere'"):
+        MLflow(experiment="elsewhere").check()
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "elsewhere")
+    MLflow(experiment="pipeline steps").check()
+    begin().finish()
+    assert recorded(tmp_path).info.run_id == run_id
+    assert client.get_experiment_by_name("elsewhere") is None
+
+
+def test_a_finished_run_of_another_training_is_left_and_said(begin, tmp_path, pipeline, caplog):
+    client, run_id = pipeline()
+    begin(params={"seed": 1}).finish()
+    before = client.get_run(run_id).to_dictionary()
+    (tmp_path / "second").mkdir()
+    with begin(folder=tmp_path / "second", params={"seed": 2}) as tracker:
+        tracker.log({"train/loss": 1.0}, 1)
+    assert f"MLFLOW_RUN_ID is '{run_id}', the run of another training" in caplog.text
+    assert client.get_run(run_id).to_dictionary() == before
+    resumed = begin(folder=tmp_path / "second", resume=tracker.recorded)
+    resumed.finish()
+    assert resumed.ids == tracker.ids != {"mlflow": run_id}
+
+
 @pytest.mark.parametrize("by", ["name", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"])
 def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(begin, monkeypatch, by):
     client = MlflowClient()
