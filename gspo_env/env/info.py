@@ -1,4 +1,4 @@
-"""Parses the results of `reset` and `step`; later stages never see the raw `info`."""
+"""Parses what `reset`, `step` and `group_reward` return; later stages never see the raw `info`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, get_args
 
@@ -14,7 +15,16 @@ import numpy as np
 from gspo_env.env.base import MAX_OBSERVATION, TextEnvironment, attribute
 from gspo_env.errors import EnvironmentContractError, RefusedError
 from gspo_env.tools.tool import Tool
-from gspo_env.types import LARGEST_REWARD, Message, Prompt, ResetInfo, Score, StepInfo
+from gspo_env.types import (
+    LARGEST_REWARD,
+    Episode,
+    Group,
+    Message,
+    Prompt,
+    ResetInfo,
+    Score,
+    StepInfo,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +75,61 @@ def parse_step(env_id: str, result: object, tokens: int | None = None) -> Parsed
             expected = f"{tokens} values, one per sampled token"
             raise _fault(env_id, f"step() info[{name!r}]", values, expected)
     return observation, reward, terminated, truncated, parsed
+
+
+def parse_scored(group: Group, scored: object) -> Group:
+    """Parses the result of `group_reward`: the group with other rewards.
+
+    Raises:
+        EnvironmentContractError: It is something else, or a number has an invalid value.
+    """
+    env_id, call = group.task.env_id, "group_reward()"
+    if not isinstance(scored, Group):
+        raise _fault(env_id, f"{call} result", scored, "a Group")
+    turns, expected = ([len(e.turns) for e in g.episodes] for g in (scored, group))
+    if turns != expected:
+        raise EnvironmentContractError(
+            f"{env_id}: {call} result has episodes of {turns} turns, expected {expected}"
+        )
+
+    def parse(episode: Episode) -> Episode:
+        turns = tuple(
+            replace(
+                turn,
+                reward=read_reward(env_id, f"{call} reward", turn.reward),
+                info=replace(
+                    turn.info,
+                    reward_parts=read_parts(env_id, f"{call} reward_parts", turn.info.reward_parts),
+                ),
+            )
+            for turn in episode.turns
+        )
+        outcome = episode.ending.outcome
+        if outcome is not None:
+            outcome = read_reward(env_id, f"{call} outcome", outcome)
+        return replace(episode, turns=turns, ending=replace(episode.ending, outcome=outcome))
+
+    return replace(scored, episodes=tuple(map(parse, scored.episodes)))
+
+
+def read_reward(owner: str, what: str, value: object) -> float:
+    """Returns a reward.
+
+    Raises:
+        EnvironmentContractError: It is not a number that `step` may return.
+    """
+    number: float = _value(owner, what, value, _REWARD)
+    return number
+
+
+def read_parts(owner: str, what: str, value: object) -> dict[str, float]:
+    """Returns numbers by name.
+
+    Raises:
+        EnvironmentContractError: They are something else.
+    """
+    parts: dict[str, float] = _value(owner, what, value, _STEP["reward_parts"])
+    return parts
 
 
 def read_prompt(env: TextEnvironment, info: ResetInfo | None = None) -> Prompt:
@@ -193,7 +258,7 @@ def _role(value: str) -> str:
 def _parts(value: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise TypeError
-    return {name: _number(value[name]) for name in value}
+    return {name: _reward(value[name]) for name in value}
 
 
 def _per_token(kind: type[float] | type[bool], value: Any) -> tuple[Any, ...]:
@@ -278,7 +343,7 @@ _STEP: dict[str, Reader] = {
     "scored": _FLAG,
     "state_key": _KEY,
     "observation_role": (_role, "'user' or 'tool'"),
-    "reward_parts": (_parts, "a dict of finite numbers by name"),
+    "reward_parts": (_parts, f"a dict of finite numbers by name, up to {LARGEST_REWARD:g} in size"),
     "malformed_calls": _integer(0),
     "token_advantages": (partial(_per_token, float), _TOKENS),
     "token_mask": (partial(_per_token, bool), _TOKENS),

@@ -63,6 +63,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+_LONGEST_WORD = 1000
+"""Characters of a token; the trie of the `tokenizers` library overflows the stack at 100,000."""
 # a message's header, a tag, a word, punctuation, white space: one token each
 _WORDS = r"(?:system|user|tool|assistant)\n| ?</?\w+>| ?\w+| ?[^\s\w]+|\s+"
 
@@ -81,7 +83,7 @@ def build_tokenizer(texts: Iterable[str], frames: Sequence[str] = ()) -> PreTrai
     template = {"system\n", "user\n", "tool\n", "assistant\n"}
     pieces = {p for text in template for p in re.findall(_WORDS, text)} | words | set(ordered)
     vocabulary = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -10.0) for byte in range(256))]
-    vocabulary += [(piece, -1.0) for piece in sorted(pieces)]
+    vocabulary += [(piece, -1.0) for piece in sorted(pieces) if len(piece) <= _LONGEST_WORD]
     backend = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

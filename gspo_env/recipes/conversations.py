@@ -26,6 +26,7 @@ from gspo_env.recipes.tiny import Tiny
 from gspo_env.redaction import clean
 from gspo_env.tools.tool import Tool, format_tool_call, tool_call_frames
 from gspo_env.types import (
+    LARGEST_REWARD,
     Ending,
     Episode,
     Message,
@@ -37,7 +38,6 @@ from gspo_env.types import (
     Turn,
 )
 
-_LARGEST_REWARD = 1e300
 _MOST_BYTES = 1 << 30
 
 
@@ -123,8 +123,10 @@ def _read(row: dict[str, Any]) -> Conversation:
         raise RefusedError("the first message is the assistant's; expected one that it answers")
     reward, key = row.get("reward"), row.get("task_key")
     is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
-    if reward is not None and not (is_number and abs(reward) < _LARGEST_REWARD):
-        raise RefusedError(f"reward is {str(reward)[:50]!r}; expected a number")
+    if reward is not None and not (is_number and abs(reward) <= LARGEST_REWARD):
+        raise RefusedError(
+            f"reward is {str(reward)[:50]!r}; expected a number up to {LARGEST_REWARD:g} in size"
+        )
     if row.get("functions"):
         raise RefusedError("functions is not a key of a conversation; expected tools")
     return Conversation(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gspo_env.errors import ConfigError
+from gspo_env.env.info import read_parts, read_reward
+from gspo_env.errors import EnvironmentContractError
 from gspo_env.rollout.failures import FaultLog, describe, lost
 from gspo_env.types import Episode, Fault, Group
 
@@ -74,18 +75,29 @@ async def score_group(
 
 
 async def _rate(reward: GroupReward, group: Group) -> Sequence[Rating]:
+    owner, turns = f"the reward {reward.name}", [len(e.turns) for e in group.episodes]
     try:
-        ratings = await reward(group)
-        for rating, episode in zip(ratings, group.episodes, strict=True):
-            values = [0.0 if value is None else value for value in rating.rewards]
-            if len(values) not in (0, len(episode.turns)) or not all(map(math.isfinite, values)):
-                raise ConfigError(
-                    f"the reward {reward.name} is {values!r}; expected a finite number or None for "
-                    f"each of {len(episode.turns)} turns"
-                )
-        return ratings
+        ratings = list(await reward(group))
+        if len(ratings) != len(turns):
+            raise EnvironmentContractError(
+                f"{owner} has {len(ratings)} ratings, expected one for each of {len(turns)} "
+                "episodes"
+            )
+        return [_read(owner, *pair) for pair in zip(ratings, turns, strict=True)]
     except Exception as error:  # a user's code: the episodes are lost, the run continues
-        return [Rating(fault=describe(f"the reward {reward.name}", error))] * len(group.episodes)
+        return [Rating(fault=describe(owner, error))] * len(turns)
+
+
+def _read(owner: str, rating: Rating, turns: int) -> Rating:
+    """Returns a rating with plain numbers."""
+    if not isinstance(rating, Rating) or len(rating.rewards) not in (0, turns):
+        raise EnvironmentContractError(
+            f"{owner} is {reprlib.repr(rating)}, expected a Rating with a number or None for each "
+            f"of {turns} turns"
+        )
+    numbers = (None if r is None else read_reward(owner, "number", r) for r in rating.rewards)
+    parts = read_parts(owner, "parts", rating.parts)
+    return replace(rating, rewards=tuple(numbers), parts=parts)
 
 
 def _add(

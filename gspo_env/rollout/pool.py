@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any
 
 from gspo_env.env.base import TextEnvironment, attribute, overrides
+from gspo_env.env.info import parse_scored
 from gspo_env.env.registration import Member, make_env
-from gspo_env.errors import EnvironmentContractError, RolloutError
+from gspo_env.errors import RolloutError
 from gspo_env.rollout.failures import (
     EnvironmentFailed,
     FaultLog,
@@ -29,7 +30,7 @@ from gspo_env.rollout.play import Policy, play, run_now
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.runtime.loops import call_for, has_async, run_in_daemon
 from gspo_env.runtime.threads import EnvThread, call_env
-from gspo_env.types import LARGEST_REWARD, Episode, Fault, Group, StopReason, Task
+from gspo_env.types import Episode, Fault, Group, StopReason, Task
 
 logger = logging.getLogger(__name__)
 
@@ -181,11 +182,11 @@ class EnvPool:
         try:
             if inspect.iscoroutinefunction(reward):
                 async with limited("group_reward()", timeout):
-                    return _checked(await reward(group), group)
+                    return parse_scored(group, await reward(group))
             async with self.lease(timeout) as env, limited("group_reward()", timeout):
                 thread = self._thread(self._seats[id(env)])
                 scored = await thread.call(env.get_wrapper_attr("group_reward"), group)
-                return _checked(await scored if inspect.isawaitable(scored) else scored, group)
+                return parse_scored(group, await scored if inspect.isawaitable(scored) else scored)
         except EnvironmentFailed as failure:
             self.faults.note(group.task, failure.fault)
             episodes = (e if e.failed else lost(e, failure.fault) for e in group.episodes)
@@ -309,29 +310,6 @@ def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     if env is None or not args or function.__name__ != "step":
         return False
     return bool(attribute(env, "blocks", lambda action: False)(*args))
-
-
-def _checked(scored: Any, group: Group) -> Group:
-    """Returns what a `group_reward` has made of a group.
-
-    Raises:
-        EnvironmentContractError: It is not the group with other rewards.
-    """
-    what, env_id = "group_reward() result", group.task.env_id
-    if not isinstance(scored, Group):
-        raise EnvironmentContractError(f"{env_id}: {what} is {scored!r}, expected a Group")
-    if len(scored.episodes) != len(group.episodes):
-        raise EnvironmentContractError(
-            f"{env_id}: {what} has {len(scored.episodes)} episodes, expected {len(group.episodes)}"
-        )
-    for episode in scored.episodes:
-        for value in (*(turn.reward for turn in episode.turns), episode.outcome):
-            if not abs(value) <= LARGEST_REWARD:
-                raise EnvironmentContractError(
-                    f"{env_id}: {what} has a reward of {value}, expected a finite number up to "
-                    f"{LARGEST_REWARD:g} in size"
-                )
-    return scored
 
 
 async def play_again(

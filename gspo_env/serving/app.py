@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +24,7 @@ from gspo_env.serving.dialects.messages import Messages, TokenCount
 from gspo_env.serving.dialects.responses import Responses
 from gspo_env.serving.request import Dialect, agent_name
 from gspo_env.serving.session import LateRewardError, Reply, Request
+from gspo_env.types import LARGEST_REWARD
 
 if TYPE_CHECKING:
     from gspo_env.serving.server import PolicyServer
@@ -111,9 +111,12 @@ def _reward(session: Session, body: Json) -> Response:
     value = fields.values.pop("reward", None)
     fields.done()
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or abs(value) > 1e300 or not math.isfinite(value):
+    if not number or not abs(value) <= LARGEST_REWARD:
         raise RefusedError(
-            f"reward is {str(value)[:80]}; expected a finite number", status=422, param="reward"
+            f"reward is {str(value)[:80]}; expected a finite number up to "
+            f"{LARGEST_REWARD:g} in size",
+            status=422,
+            param="reward",
         )
     try:
         session.take_reward(name, float(value))

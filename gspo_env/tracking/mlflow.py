@@ -363,13 +363,14 @@ def _open_run(client: MlflowClient, settings: MLflow, info: RunInfo) -> str:
     except MlflowException as error:
         if error.error_code not in _GONE:
             raise
-    if experiment_id and info.resume is not None:  # another store's id, or a kill before one was kept
+    if experiment_id and info.resume is not None:  # the id is another store's, or lost
         runs = client.search_runs([experiment_id], f"tags.`{_KEY_TAG}` = '{info.key}'")
         if runs and _reopen(client, runs[0].info.run_id, info.key):
             return str(runs[0].info.run_id)
     tags = {**info.tags, _KEY_TAG: info.key, "folder": str(info.folder.absolute())}
-    if info.parent is not None:
-        tags["mlflow.parentRunId"] = Received.load(info.parent, "mlflow").id
+    if info.parent and (parent_id := Received.load(info.parent, "mlflow").id):
+        tags["mlflow.parentRunId"] = parent_id  # MLflow shows a child in its parent's experiment
+        experiment_id = client.get_run(parent_id).info.experiment_id
     tags = {_key(name): str(value)[:_MAX_TAG_VALUE] for name, value in tags.items()}
     named = None if info.parent else _find_run(client, settings.experiment)
     if named and named.data.tags.get(_KEY_TAG, info.key) != info.key:

@@ -87,8 +87,10 @@ def test_a_broken_reset_is_an_error(result):
         ("state_key", (1, 2), "a str or an int"),
         ("observation_role", "system", "'user' or 'tool'"),
         ("observation_role", np.array(["user", "tool"]), "'user' or 'tool'"),
-        ("reward_parts", {"a": math.inf}, "a dict of finite numbers by name"),
-        ("reward_parts", {1: 1.0}, "a dict of finite numbers by name"),
+        *(
+            ("reward_parts", parts, "a dict of finite numbers by name, up to 1e+15 in size")
+            for parts in ({"a": math.inf}, {1: 1.0}, {"b": -1e16}, {"a": 1.0, "b": None})
+        ),
         ("token_advantages", [1.0, math.nan], "one finite number per sampled token"),
         ("token_advantages", [1.0, -1e39], "one finite number per sampled token"),
         ("token_advantages", [[1.0], [2.0]], "one finite number per sampled token"),

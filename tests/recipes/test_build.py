@@ -17,7 +17,13 @@ from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.recipes.babble import babble
-from gspo_env.recipes.build import build, demonstrate, imitation_samples, warm_up
+from gspo_env.recipes.build import (
+    build,
+    build_tokenizer,
+    demonstrate,
+    imitation_samples,
+    warm_up,
+)
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
@@ -275,3 +281,9 @@ def test_a_slip_of_the_demonstrator_is_no_warning_and_any_other_error_is(caplog,
     env.reset(seed=0)
     env.step(format_tool_call(kind.name, {"word": "again"}))
     assert caplog.text.count(f"tool {kind.name} raised KeyError") == 1
+
+
+def test_a_word_of_a_million_characters_is_bytes_and_crashes_nothing():
+    long, short = build_tokenizer(["x" * 1_000_000, "yes or no"]), build_tokenizer(["yes or no"])
+    assert len(long) == len(short)
+    assert len(long.encode("x" * 2000)) == 2000

@@ -17,6 +17,7 @@ import threading
 import time
 import zlib
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 import gymnasium
@@ -413,12 +414,24 @@ def test_an_attack_in_an_observation_or_the_task_stays_quoted_too(server):
     ("rate", "error"),
     [
         (lambda group: [Rating(rewards=(1 / 0,))], "ZeroDivisionError"),
-        (lambda group: [Rating(rewards=(math.nan,))] * 2, r"\[nan\]; expected a finite number"),
+        *(
+            (
+                lambda group, value=v: [Rating(rewards=(value,))] * 2,
+                f"number is .*{type(v).__name__}",
+            )
+            for v in (math.nan, 1e39, 10**400, "7", True, Decimal(7))
+        ),
+        *(
+            (
+                lambda group, value=v: [Rating(rewards=(1.0,), parts={"x": value})] * 2,
+                "parts is {'x'",
+            )
+            for v in (math.nan, 1e39, None, "7", True, Decimal(7), np.zeros(2))
+        ),
         (lambda group: [Rating(rewards=(0.5, 0.5))] * 2, "each of 1 turns"),
-        (lambda group: [Rating(rewards=("7",))] * 2, "TypeError"),
-        (lambda group: [Rating()], "ValueError"),
-        (lambda group: [Rating()] * 3, "ValueError"),
-        (lambda group: [0.5, 0.5], "AttributeError"),
+        (lambda group: [Rating()], "has 1 ratings, expected one for each of 2 episodes"),
+        (lambda group: [Rating()] * 3, "has 3 ratings"),
+        (lambda group: [0.5, 0.5], r"is 0\.5, expected a Rating"),
         (lambda group: None, "TypeError"),
     ],
 )
@@ -429,6 +442,18 @@ def test_a_group_reward_of_a_user_that_is_wrong_costs_the_group_and_not_the_run(
 
     scored = score(Broken(), group(["a"], ["b"]))
     assert all(e.failed and re.search(error, e.error) for e in scored.episodes)
+
+
+@pytest.mark.parametrize("half", [np.float32(0.5), np.array(0.5), np.float16(0.5)])
+def test_numbers_of_a_group_reward_become_floats(half):
+    class Numbers(GroupReward):
+        async def __call__(self, group):
+            return (Rating(rewards=(half,), parts={"x": half}) for _ in group.episodes)
+
+    for episode in score(Numbers(), group(["a"], ["b"])).episodes:
+        (turn,) = episode.turns
+        assert (turn.reward, turn.info.reward_parts) == (0.5, {"group_reward": 0.5, "x": 0.5})
+        assert {type(v) for v in (turn.reward, *turn.info.reward_parts.values())} == {float}
 
 
 NO_CRITERIA = [

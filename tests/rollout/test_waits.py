@@ -1,11 +1,14 @@
 """Every wait for an environment has a limit: what hangs is a fault, and the rollout goes on."""
 
 import asyncio
+import math
 import threading
 from dataclasses import replace
+from decimal import Decimal
 from typing import ClassVar
 
 import gymnasium
+import numpy as np
 import pytest
 from support.scripted_engine import Scripted
 from support.small_env import Small
@@ -95,11 +98,29 @@ async def shorter(self, group):
     return replace(group, episodes=group.episodes[group.task.seed == 0 :])
 
 
-async def huge(self, group):
-    worth = 1e39 if group.task.seed == 0 else 0.5
-    turns = [tuple(replace(turn, reward=worth) for turn in e.turns) for e in group.episodes]
-    pairs = zip(group.episodes, turns, strict=True)
-    return replace(group, episodes=tuple(replace(e, turns=row) for e, row in pairs))
+def worth(wrong, field="reward"):
+    """Rewards of another kind for the first task, as a reward, a part of it or the outcome."""
+
+    async def group_reward(self, group):
+        value = np.float32(0.5) if group.task.seed else wrong
+
+        def rated(episode):
+            (turn,) = episode.turns
+            if field == "outcome":
+                return replace(episode, ending=replace(episode.ending, outcome=value))
+            info = replace(turn.info, reward_parts={"x": value} if field == "parts" else {})
+            reward = value if field == "reward" else 0.5
+            return replace(episode, turns=(replace(turn, reward=reward, info=info),))
+
+        return replace(group, episodes=tuple(map(rated, group.episodes)))
+
+    return group_reward
+
+
+async def without_turns(self, group):
+    seed = group.task.seed
+    episodes = [replace(e, turns=e.turns[seed == 0 :]) for e in group.episodes]
+    return replace(group, episodes=tuple(episodes))
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -109,8 +130,18 @@ async def huge(self, group):
         (waits, StopReason.ENV_TIMEOUT, "group_reward() had not returned when the 1 s"),
         (blocks, StopReason.ENV_TIMEOUT, "group_reward() had not returned when the 1 s"),
         (raises, StopReason.ERROR, "group_reward() raised KeyError: 'rank' (tests/rollout/test_w"),
-        (shorter, StopReason.INVALID, "group_reward() result has 1 episodes, expected 2"),
-        (huge, StopReason.INVALID, "result has a reward of 1e+39, expected a finite number up to"),
+        (
+            shorter,
+            StopReason.INVALID,
+            "group_reward() result has episodes of [1] turns, expected [1,",
+        ),
+        (without_turns, StopReason.INVALID, "has episodes of [0, 0] turns, expected [1, 1]"),
+        *(
+            (worth(value), StopReason.INVALID, f"group_reward() reward is {value!r} of type ")
+            for value in (1e39, None, math.nan, True, "1", Decimal(1), [1.0])
+        ),
+        (worth(1j, "outcome"), StopReason.INVALID, "group_reward() outcome is 1j of type complex"),
+        (worth(math.nan, "parts"), StopReason.INVALID, "group_reward() reward_parts is {'x': nan}"),
     ],
 )
 def test_a_group_reward_that_hangs_or_fails_costs_its_group(chat, blocking, reward, reason, words):
@@ -120,7 +151,7 @@ def test_a_group_reward_that_hangs_or_fails_costs_its_group(chat, blocking, rewa
     lost, played = collect(running)
     assert [e.stop_reason for e in lost.episodes] == [reason] * 2
     assert all(words in e.error and not e.success for e in lost.episodes)
-    assert all(e.success for e in played.episodes)
+    assert all(e.success and type(e.outcome) is float for e in played.episodes)
     assert running.pool.faults.counts == {reason: 1}
 
 

@@ -304,7 +304,11 @@ def test_a_run_of_the_environment_and_another_experiment_of_the_settings_contrad
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "elsewhere")
     MLflow(experiment="pipeline steps").check()
     begin().finish()
-    assert recorded(tmp_path).info.run_id == run_id
+    (tmp_path / "child").mkdir()
+    begin(name="child", folder=tmp_path / "child", parent=tmp_path).finish()
+    parent, child = recorded(tmp_path).info, recorded(tmp_path / "child").info
+    assert parent.run_id == run_id
+    assert parent.experiment_id == child.experiment_id  # MLflow nests runs of one experiment only
     assert client.get_experiment_by_name("elsewhere") is None
 
 

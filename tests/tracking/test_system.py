@@ -18,5 +18,6 @@ def test_a_process_without_free_descriptors_keeps_its_readings_of_the_machine(mo
             during = metrics.take()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert during == {} and not died
+        assert during == {}
+        assert not died
         assert metrics.take().keys() >= system.read_machine().keys()
