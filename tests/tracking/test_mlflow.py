@@ -299,7 +299,7 @@ def test_a_run_of_the_environment_and_another_experiment_of_the_settings_contrad
     begin, tmp_path, pipeline, monkeypatch
 ):
     client, run_id = pipeline()
-    with pytest.raises(ConfigError, match="run of the experiment 'pipeline steps'.*'elsewhere'"):
+    with pytest.raises(ConfigError, match=r"run of the experiment 'pipeline steps'.*'elsewhere'"):
         MLflow(experiment="elsewhere").check()
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "elsewhere")
     MLflow(experiment="pipeline steps").check()
