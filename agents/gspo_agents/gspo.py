@@ -30,7 +30,7 @@ from gspo_agents.setup import (
 )
 from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.config import Config, from_dict, override, to_toml, with_score
-from gspo_env.engines import Completion, Engine, Sampling, check_completion
+from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_completion
 from gspo_env.env.registration import env_setting, hide_progress_bars
 from gspo_env.errors import ConfigError
 from gspo_env.files import MODEL, SETTINGS
@@ -53,9 +53,15 @@ from gspo_env.model.load import (
 from gspo_env.model.threads import is_small, use_threads
 from gspo_env.redaction import write_text
 from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.metrics import Evaluation
 from gspo_env.rollout.pool import make_member
 from gspo_env.runs.run import History
-from gspo_env.seeding import derive_seed, seed_generators
+from gspo_env.seeding import (
+    derive_seed,
+    generator_states,
+    seed_generators,
+    set_generator_states,
+)
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker, start
 from gspo_env.training.checkpoints import Checkpoints, CheckpointWriter, run_facts
@@ -201,6 +207,11 @@ class GSPOAgent:
             reporter.begin(self.model, self.env_id, findings)
             # of the model before its imitation
             facts = run_facts(config, self.model, source) if self._source or self._start else {}
+            if resumed is not None:
+                as_shipped = resumed.as_shipped
+            else:
+                as_shipped = self._success_as_shipped(reporter) if source else None
+            facts["as_shipped"] = as_shipped
             writer = CheckpointWriter(
                 checkpoints, interrupt, facts, lambda: tracker.recorded, self._write
             )
@@ -215,10 +226,26 @@ class GSPOAgent:
                     write = partial(save_model, self.model, self.tokenizer)
                     checkpoints.save_start(write, must=must)
                 writer.facts = run_facts(config, self.model, "")
-            writer.facts["left_out"] = self._skipped_demonstrations
-            history = self._learn(writer, reporter, resumed, tracker)
+            writer.facts |= {"left_out": self._skipped_demonstrations, "as_shipped": as_shipped}
+            history = self._learn(writer, reporter, resumed, tracker, as_shipped)
             reporter.end(history, self.split(), self._skipped_demonstrations)
         return history
+
+    def _success_as_shipped(self, reporter: Reporter) -> float | None:
+        """Returns the success on the evaluation's tasks before imitation, sampled; else None.
+
+        It is not measured without imitation, or where an engine or workers would have to start. The
+        global generators are as before.
+        """
+        limits, engine = self.config.rollout, self.config.engine
+        if not self._start or limits.ray_workers or not isinstance(engine, Transformers):
+            return None
+        states = generator_states()
+        with self._collector() as collector, reporter.watch(collector):
+            playing = collector.collect(self.split().tasks, seed=0, group_size=1)
+            played = Evaluation(self._loop.run(playing), (), 0.0).sampled
+        set_generator_states(states)
+        return played.success
 
     def _check(self) -> list[Finding]:
         """Checks the settings of a training and its environments, once."""
@@ -234,6 +261,7 @@ class GSPOAgent:
         reporter: Reporter,
         resumed: Resumed | None,
         tracker: MultiTracker,
+        as_shipped: float | None,
     ) -> History:
         """Runs the steps that are left; saves and tracks the model if these are all."""
         config = self.config
@@ -256,6 +284,7 @@ class GSPOAgent:
                 reporter=reporter,
                 split=self.split(),
                 writer=writer,
+                as_shipped=as_shipped,
             )
             if resumed is not None:
                 loop.restore(resumed.checkpoint)

@@ -263,6 +263,7 @@ def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate:
     evaluated = playing(tasks, 2 * tasks)
     imitation = config.recipe.imitation_steps * imitated * learned_token if batch else 0.0
     evaluations = 1 + (math.ceil(config.steps / config.eval_every) if config.eval_every else 1)
+    evaluations += 0.5 * bool(batch and config.model)  # sampled only, of the model as shipped
     seconds = imitation + config.steps * (played + learned) + evaluations * evaluated
     rows = {
         "memory": text,

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from gspo_env.errors import figure
 from gspo_env.redaction import redact
 from gspo_env.registry import BUILTIN, name_of
 from gspo_env.runs.evaluations import EvalSnapshot, may_be_chance, success_interval
+from gspo_env.runs.names import AS_SHIPPED
 from gspo_env.runs.run import History
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import parts
@@ -179,6 +180,7 @@ def results(
     few = ": too few to judge" if high - low > _WIDE else ""
     ends = [(first, start), (last, "after training")][: len(evaluations)]
     sampled = ", ".join(f"{each['eval/success']:.1%} {when}" for each, when in ends)
+    sampled = _as_shipped(first) + sampled
     greedy = " and ".join(f"{each['eval/success_greedy']:.1%}" for each, _ in ends)
     after = "after " * (len(ends) > 1)
     lines = [
@@ -196,6 +198,11 @@ def results(
     return lines
 
 
+def _as_shipped(first: Mapping[str, float]) -> str:
+    success = first.get(AS_SHIPPED)
+    return "" if success is None else f"{success:.1%} as shipped, "
+
+
 def summary(history: History, started: float, start: str = "before training") -> str:
     """Returns what a run has reached and the command that started it, in Markdown.
 
@@ -206,11 +213,12 @@ def summary(history: History, started: float, start: str = "before training") ->
     """
     lines = []
     if evaluations := [(step, m["eval/success"]) for step, m in history if "eval/success" in m]:
+        shipped = _as_shipped(next(m for _, m in history if "eval/success" in m))
         best_step, best = max(evaluations, key=lambda pair: pair[1])
         last_step, last = evaluations[-1]
         lines.append(
             f"Success on held-out tasks: **{last:.1%}** after step {last_step}, "
-            f"{evaluations[0][1]:.1%} {start}, best {best:.1%} after step {best_step}."
+            f"{shipped}{evaluations[0][1]:.1%} {start}, best {best:.1%} after step {best_step}."
         )
         lines.append(f"Duration: {timedelta(seconds=round(time.time() - started))}.")
     command = shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "gspo-env"), *sys.argv[1:]])

@@ -1,5 +1,7 @@
 """The names of the metrics of a run that people compare, and that its rules and pictures read."""
 
+AS_SHIPPED = "eval/success_as_shipped"
+"""Success of a pretrained model before its imitation, in the evaluation of step 0."""
 METRICS = frozenset(
     {
         *("eval/success", "eval/success_greedy", "eval/return", "eval/return_std", "eval/tasks"),

@@ -26,12 +26,12 @@ class SystemMetrics:
         """Reads nothing yet; see `__enter__`."""
         self._readings = defaultdict[str, list[float]](list)
         self._lock, self._stopped = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name="gspo-system", daemon=True)
 
     def __enter__(self) -> Self:
         """Begins to read."""
         read_machine()  # the use of the processors counts from here on
-        self._thread.start()
+        self._stopped.clear()
+        threading.Thread(target=self._work, name="gspo-system", daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -180,6 +180,12 @@ class Resumed:
         recorded = self.checkpoint.numbers["recorded"]
         return {name: int(recorded[name]) for name in _FACTS["recorded"] if name in recorded}
 
+    @property
+    def as_shipped(self) -> float | None:
+        """The success before imitation; None if it was not measured."""
+        value = self.checkpoint.numbers.get("as_shipped")
+        return float(value) if isinstance(value, int | float) else None
+
     def check(self, model: Any) -> None:
         """Checks that the model before training is the one that the run began with.
 

@@ -80,6 +80,12 @@ def test_the_result_has_an_interval_and_says_where_episodes_are_too_few(count, f
         f"Success on {split}: 0.0% before training, 50.0% after training (greedy 0.0%"
     )
     assert line.endswith(": too few to judge.") == few
+    shipped = [(0, {**history[0][1], "eval/success_as_shipped": 0.125}), history[1]]
+    (line,) = results(shipped, split, 0, "after imitation")
+    figures = "12.5% as shipped, 0.0% after imitation, 50.0% after training"
+    assert line.startswith(f"Success on {split}: {figures} (greedy 0.0%")
+    text = summary(shipped, 0, "after imitation")
+    assert "**50.0%** after step 4, 12.5% as shipped, 0.0% after imitation, best 50.0%" in text
     (alone,) = results(history[:1], split, 0, "after imitation")
     assert alone.startswith(
         f"Success on {split}: 0.0% after imitation (greedy 0.0%); 95 % interval 0%"

@@ -1,5 +1,6 @@
 """A model that is named imitates what a teacher plays, whole or with its adapter."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from gspo_env.recipes import Imitate
 from gspo_env.recipes.build import TEMPLATE, build_tokenizer, imitation_samples
 from gspo_env.recipes.teacher import in_format, training_tasks
 from gspo_env.rollout.play import demonstrator, play_now
+from gspo_env.runs import Run
 from gspo_env.tools.calls import parse_tool_calls
 from gspo_env.tracking.base import NoTracker
 from gspo_env.tracking.console import Progress
@@ -80,7 +82,7 @@ def config(half, output, env="Shown", rank=0, **recipe):
     ("teacher", "rank"), [("expert", 8), ("self", 0), ("model", 8), ("conversations", 0)]
 )
 def test_a_model_imitates_the_successes_of_a_teacher_and_its_run_resumes(
-    half, tmp_path, teacher, rank
+    half, tmp_path, teacher, rank, capsys
 ):
     name = f"{half}/model" if teacher == "model" else teacher
     recipe = {"teacher": name}
@@ -97,6 +99,11 @@ def test_a_model_imitates_the_successes_of_a_teacher_and_its_run_resumes(
     assert sum(wins) >= 0.9 * len(wins)
     resumed = GSPOAgent.resume(tmp_path / "run", replace(settings, steps=2))
     assert [step for step, _ in resumed.train()][-1] == 2  # from the same weights
+    (shipped,) = Run.open(tmp_path / "run").series["eval/success_as_shipped"].values
+    assert shipped < 0.9
+    for line in [line for line in capsys.readouterr().out.splitlines() if "as shipped" in line]:
+        assert re.search(rf": {shipped:.1%} as shipped, [\d.]+% after imitation, [\d.]+% aft", line)
+    assert f", {shipped:.1%} as shipped, " in (tmp_path / "run" / "summary.md").read_text()
     assert resumed.metrics()["eval/success"] >= 0.9
 
 
@@ -116,6 +123,7 @@ def test_a_run_from_a_saved_start_equals_the_run_that_imitates_itself(half, tmp_
     )
     GSPOAgent(config=settings).save_start(tmp_path / "start", Progress())
     one = GSPOAgent(config=settings).train()
+    assert one[0][1].pop("eval/success_as_shipped") < 0.9  # only the run that imitates measures it
     other = override(settings, {"output": str(tmp_path / "other")})
     assert timeless(GSPOAgent.from_start(tmp_path / "start", other).train()) == timeless(one)
 

@@ -24,6 +24,7 @@ from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.files import check_output
 from gspo_env.model.weights import find_weights
 from gspo_env.recipes.build import Imitation
+from gspo_env.runs import Run
 from gspo_env.seeding import seed_generators
 from gspo_env.training import checkpoints
 from gspo_env.training.checkpoints import Checkpoints
@@ -171,6 +172,8 @@ def test_an_imitation_that_is_killed_twice_ends_with_the_bits_of_the_whole_one(w
     for step in (0, 1):
         name = f"checkpoints/step-{step:06d}"
         same(Path("run") / name, last / name)
+    shipped = [Run.open(run).series.get("eval/success_as_shipped") for run in ("run", last)]
+    assert [each is not None for each in shipped] == ["name" in recipe] * 2
     names = {path.name for path in Path("run/checkpoints").iterdir()}
     assert names == {path.name for path in (last / "checkpoints").iterdir()}
     assert "imitation" not in json.loads((last / "checkpoints/step-000000/state.json").read_text())

@@ -57,7 +57,9 @@ export function Summary({ index, theme }: { index: Index; theme: string }) {
   if (success) {
     const ys = success[1];
     const best = Math.max(...ys);
-    facts.push(["Success", percent(ys[ys.length - 1]), `in the evaluation after step ${success[0][ys.length - 1]}; ${percent(ys[0])} at first`]);
+    const shipped = index.points["eval/success_as_shipped"];
+    const before = shipped ? `, ${percent(shipped[1][0])} as shipped` : "";
+    facts.push(["Success", percent(ys[ys.length - 1]), `in the evaluation after step ${success[0][ys.length - 1]}; ${percent(ys[0])} at first${before}`]);
     facts.push(["Best success", percent(best), `after step ${success[0][ys.indexOf(best)]}`]);
   }
   const reward = last(index, "eval/return");
