@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from gspo_env.config import Config
-from gspo_env.env.base import TextEnvironment, attribute
+from gspo_env.env.base import TextEnvironment, attribute, num_eval_tasks
 from gspo_env.env.info import declared_score
 from gspo_env.env.registration import Member, label, resolve_env
 from gspo_env.errors import ConfigError
@@ -25,7 +25,6 @@ from gspo_env.training.split import (
     Split,
     hold_out,
     join,
-    num_eval_tasks,
     read_resets,
     share_out,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from gspo_env.env.base import attribute
+from gspo_env.env.base import attribute, num_eval_tasks
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.recipes.teacher import training_tasks
@@ -15,7 +15,7 @@ from gspo_env.rollout.pool import play_alone
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.runtime.loops import settle
 from gspo_env.runtime.threads import in_thread, wrong_actions
-from gspo_env.training.split import Split, hold_out, num_eval_tasks, reset_of
+from gspo_env.training.split import Split, hold_out, reset_of
 from gspo_env.types import Episode, Group, Task
 
 

@@ -297,11 +297,15 @@ def _end(episode: Episode, most: int | None = None) -> None:
         sys.exit(1)
     if episode.ending.ended and episode.final_observation:  # else it has been shown
         print(visible(episode.final_observation))
+    from gspo_env.rollout.failures import is_unscored
+
+    unscored = is_unscored(episode)
+    success = "Not scored" if unscored else "Success" if episode.success else "No success"
     rewards = " ".join(figure(reward, "+.4g") for reward in episode.rewards)
     count = len(episode.turns)
     is_quit = episode.stop_reason == "max_turns" and count != most
     print(
-        f"{'Success' if episode.success else 'No success'}: "
+        f"{success}: "
         f"outcome {figure(episode.outcome, '+.4g')}, "
         f"{count} turn{'s' * (count != 1)} with rewards {rewards or 'none'}, "
         f"ended by {'you' if is_quit else episode.stop_reason.value}"

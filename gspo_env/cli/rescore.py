@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from gspo_env.cli.capture import check_new_file
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.registry import load_function
 from gspo_env.settings import settings
 
@@ -88,6 +88,11 @@ def _compare(before: Sequence[Group], now: Sequence[Group]) -> list[str]:
         for old, new in zip(before, now, strict=True)
     ]
     played = [pair for group in groups for pair in group]
+    count = sum(len(group.episodes) for group in now)
+    if not played:
+        errors = [e.error for groups in (now, before) for g in groups for e in g.episodes]
+        first = next(filter(None, errors), "there are none of these phases")
+        raise RolloutError(f"none of {count} episodes has a score; the first error: {first}")
     old, new = (EpisodeStats.of([pair[n] for pair in played]) for n in (0, 1))
     returns = [[(a.rewards.sum(), b.rewards.sum()) for a, b in group] for group in groups]
     swaps = [
@@ -96,7 +101,6 @@ def _compare(before: Sequence[Group], now: Sequence[Group]) -> list[str]:
         for (a, b), (c, d) in itertools.combinations(group, 2)
     ]
     flat = [sum(len({pair[n] for pair in group}) < 2 for group in returns) for n in (0, 1)]
-    count = sum(len(group.episodes) for group in now)
     return [
         f"episodes  {count} in {len(now)} groups, {count - len(played)} lost",
         f"return    {old.mean_return:z.3f} before, {new.mean_return:z.3f} now",

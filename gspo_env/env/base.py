@@ -203,9 +203,9 @@ class TextEnv(gymnasium.Env[str, str]):
     def __init__(self, max_turns: int | None = None) -> None:
         """Sets the limit on turns; a subclass without one need not call this."""
         if max_turns is not None:
-            if max_turns < 1:
+            if not isinstance(max_turns, int) or max_turns < 1:
                 name = type(self).__name__
-                raise ConfigError(f"{name}: max_turns is {max_turns}, expected at least 1.")
+                raise ConfigError(f"{name}: max_turns is {max_turns!r}, expected at least 1.")
             self.max_turns = max_turns
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
@@ -269,6 +269,21 @@ class TextEnv(gymnasium.Env[str, str]):
 def attribute(env: TextEnvironment, name: str, default: Any) -> Any:
     """Returns an attribute of an environment, looked up through its wrappers, or the default."""
     return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else default
+
+
+def num_eval_tasks(env_id: str, env: TextEnvironment) -> int:
+    """Returns the number of all tasks for evaluation of an environment.
+
+    Raises:
+        ConfigError: It does not declare the number.
+    """
+    number = attribute(env, "num_eval_tasks", None)
+    if not number:
+        raise ConfigError(
+            f"the tasks of an evaluation are 'all', and {env_id} has no num_eval_tasks, because "
+            "its seeds draw the tasks; expected a number of tasks"
+        )
+    return int(number)
 
 
 def overrides(env: TextEnvironment, name: str) -> bool:

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import reprlib
-import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from gspo_env.errors import (
 from gspo_env.redaction import TerminalFormatter, find_mark, redact
 from gspo_env.registry import load_function, load_module
 from gspo_env.runtime.loops import make_synchronous
-from gspo_env.runtime.threads import constructing
+from gspo_env.runtime.threads import constructing, line_of
 
 logger = logging.getLogger(__name__)
 
@@ -205,9 +204,7 @@ def _reason(error: BaseException) -> str:
         return reason  # a wrong argument
     if type(error.__cause__) is type(error):
         error = error.__cause__  # Gymnasium raised it again
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f", in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {' '.join(reason.split())}{place}"
+    return f"{type(error).__name__}: {' '.join(reason.split())} ({line_of(error)})"
 
 
 def _near_argument(env_id: str, error: BaseException) -> str:

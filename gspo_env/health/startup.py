@@ -11,7 +11,7 @@ from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.config import Config, check_estimator
 from gspo_env.credit.estimators import Estimator, GroupEstimator
 from gspo_env.credit.scores import ScoreChoice
-from gspo_env.env.base import TextEnvironment, attribute
+from gspo_env.env.base import TextEnvironment, attribute, num_eval_tasks
 from gspo_env.env.registration import label
 from gspo_env.errors import ConfigError, figure
 from gspo_env.files import check_output
@@ -162,7 +162,12 @@ def check_changed_files(folder: Path, settings: Mapping[str, Any]) -> list[Findi
 
 
 def asks_environments(config: Config) -> bool:
-    """Returns whether `check_settings` plays a few episodes, by which settings may be refused."""
+    """Returns whether `check_settings` may refuse settings because of an environment."""
+    return config.eval_tasks == "all" or _plays_episodes(config)
+
+
+def _plays_episodes(config: Config) -> bool:
+    """Returns whether `check_settings` plays a few episodes."""
     plugins = (config.advantage, Estimator), (config.compaction, RolloutPlugin)
     return (
         (config.rollout.group_size == 1 and isinstance(config.advantage, GroupEstimator))
@@ -189,6 +194,8 @@ def check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> list[
 def _check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Iterator[Finding]:
     estimator = name_of("advantage", config.advantage)
     for env_id, env in envs.items():
+        if config.eval_tasks == "all":
+            num_eval_tasks(env_id, env)
         if attribute(env, "gives_reward", None) is False:
             key = "rewards" if len(envs) == 1 else f"{env_id}.rewards"
             yield Finding(
@@ -208,7 +215,7 @@ def _check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Iter
             )
     size, episodes = config.rollout.group_size, config.rollout.group_size * config.tasks_per_step
     played = {}
-    if asks_environments(config):
+    if _plays_episodes(config):
         played = {env_id: _play(env_id, env, config) for env_id, env in envs.items()}
     for env_id, shown in played.items():
         for episode in shown:

@@ -104,13 +104,18 @@ def lose_unscored(group: Group, log: FaultLog) -> Group:
     )
 
     def checked(episode: Episode) -> Episode:
-        answers = {turn.info.scored for turn in episode.turns}
-        if episode.failed or False not in answers or True in answers:
+        if episode.failed or not is_unscored(episode):
             return episode
         log.note(episode.task, fault)
         return lost(episode, fault)
 
     return replace(group, episodes=tuple(map(checked, group.episodes)))
+
+
+def is_unscored(episode: Episode) -> bool:
+    """Returns whether each reward of an episode is None."""
+    answers = {turn.info.scored for turn in episode.turns}
+    return False in answers and True not in answers
 
 
 def failed_episode(task: Task, fault: Fault) -> Episode:

@@ -136,7 +136,7 @@ def foreign(error: BaseException) -> ForeignError:
     except Exception:  # a `__str__` that raises is one more fault of the environment
         text = "(its message cannot be read)"
     trace = "".join(traceback.format_exception(error))[-_MOST_TRACE:]
-    return ForeignError(type(error).__name__, text, _place(error), trace)
+    return ForeignError(type(error).__name__, text, line_of(error), trace)
 
 
 @contextlib.contextmanager
@@ -172,7 +172,8 @@ def log_once(what: str, error: BaseException, then: str = "", *, trace: bool = F
     )
 
 
-def _place(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
+    """Returns the innermost line of foreign code that an error went through."""
     frames = traceback.extract_tb(error.__traceback__)
     return (_environment_line(frames) or _line(frames[-1])) if frames else "unknown place"
 

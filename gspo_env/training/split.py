@@ -12,8 +12,7 @@ from itertools import accumulate
 from numbers import Integral
 from typing import Any
 
-from gspo_env.env.base import TextEnvironment, attribute
-from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.errors import EnvironmentContractError
 from gspo_env.rollout.play import look
 from gspo_env.rollout.pool import EnvPool, EnvPools, play_again, play_pooled
 from gspo_env.rollout.settings import RolloutConfig
@@ -130,21 +129,6 @@ def share_out(count: int, weights: Sequence[float]) -> list[int]:
         behind = [w / sum(weights) * count - n for w, n in zip(weights, shares, strict=True)]
         shares[behind.index(max(behind))] += 1
     return shares
-
-
-def num_eval_tasks(env_id: str, env: TextEnvironment) -> int:
-    """Returns the number of all tasks for evaluation of an environment.
-
-    Raises:
-        ConfigError: It does not declare the number.
-    """
-    number = attribute(env, "num_eval_tasks", None)
-    if not number:
-        raise ConfigError(
-            f"the tasks of an evaluation are 'all', and {env_id} has no num_eval_tasks, because "
-            "its seeds draw the tasks; expected a number of tasks"
-        )
-    return int(number)
 
 
 def hold_out(env_id: str, count: int, read: Read, num_tasks: int | None = None) -> Split:

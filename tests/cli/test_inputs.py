@@ -167,7 +167,16 @@ def test_an_environment_that_never_ends_passes_the_check_with_a_warning(capsys, 
     assert "Warning" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("body", ["1 / 0", "{}['x']", "raise SystemExit(3)", "raise OSError(5)"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "1 / 0",
+        "{}['x']",
+        "raise SystemExit(3)",
+        "raise OSError(5)",
+        "__import__('json').loads('{')",
+    ],
+)
 @pytest.mark.parametrize(
     "command", [["train"], ["envs", "--check"], ["evaluate", "--model", "scripted"]]
 )
@@ -178,7 +187,14 @@ def test_a_constructor_that_raises_is_one_sentence_with_its_line(capsys, tmp_pat
     )
     flag = [] if command[-1] == "--check" else ["--env"]
     output = refused(capsys, *command, *flag, "own.py:Own")
-    assert "own.py, line 4" in output
+    assert "(own.py:4 in __init__)." in output
+
+
+def test_a_limit_on_turns_that_is_text_is_named_with_its_class(capsys, tmp_path):
+    step = "return 'b', 1.0, True, False, {}"
+    write_env(tmp_path / "own.py", step, __init__="super().__init__(max_turns='4')")
+    output = refused(capsys, "envs", "--check", "own.py:Own")
+    assert "Own: max_turns is '4', expected at least 1." in output
 
 
 def test_a_check_of_an_environment_that_does_not_close_says_so(capsys, tmp_path):

@@ -118,3 +118,16 @@ def test_a_model_trained_with_compaction_summarizes_and_a_typed_action_reaches_t
     output = played(monkeypatch, capsys, "/expert\n" * 8, *flags)
     assert "\nmodel: " in output  # a summary, which nobody types
     assert re.search(r"Success: outcome \+1, [67] turns", output)
+
+
+def test_an_episode_that_no_reward_scores_is_neither_a_success_nor_a_failure(
+    monkeypatch, capsys, tmp_path, in_folder
+):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Say yes."}\n')
+    text = "def some(attempt):\n    return None if attempt.text == 'no' else 0.0\n"
+    (tmp_path / "rewards.py").write_text(text)
+    flags = ("--env-kwargs", "data=rows.jsonl", "rewards=rewards.py:some")
+    output = played(monkeypatch, capsys, "no\n", "gspo/Dataset-v0", *flags)
+    assert "Not scored: outcome" in output
+    output = played(monkeypatch, capsys, "yes\n", "gspo/Dataset-v0", *flags)
+    assert "No success: outcome" in output

@@ -79,6 +79,11 @@ CASES = [
     ("--advantage distillation --hint nokey", "info['nokey'] of reset is None in custom/Own-v0"),
     ("--advantage distillation --hint words", "info['words'] of reset is 3 in custom/Own-v0"),
     ("--score sum", "the episodes of custom/Own-v0 have no outcome of their own"),
+    ("--eval-tasks all", "custom/Own-v0 has no num_eval_tasks"),
+    (
+        "compare --env own.py:Own --tracker none --eval-tasks all --arm gamma=0.9,1",
+        "custom/Own-v0 has no num_eval_tasks",
+    ),
     ("--group-size 1", "group_size is 1, and the estimator 'returns_to_go'"),
     ("--advantage gigpo --group-size 1", "group_size is 1, and the estimator 'gigpo'"),
     ("--compaction summary --env own.py:Edits", "custom/Edits-v0 sends its own conversations"),

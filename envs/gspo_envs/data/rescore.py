@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from gymnasium.utils.seeding import np_random
 
-from gspo_env.rollout.failures import FaultLog, lose_unscored
+from gspo_env.rollout.failures import EnvironmentFailed, FaultLog, limited, lose_unscored, lost
 from gspo_env.types import Episode, Group, StopReason
 from gspo_env.types import Message as EpisodeMessage
 from gspo_envs.data.rewards import Attempt, Rewards
@@ -34,19 +34,36 @@ async def rescore(
     opened = {name: settings[name] for name in ("split", "subset", "held_out") if name in settings}
     data = settings.get("data")
     rows = TaskRows(data, **opened) if data else None
-    scored = []
-    for group in groups:
+    add, log = scorer.of_group(settings.get("success")), FaultLog()
+
+    async def score(group: Group) -> Group:
         row: Mapping[str, Any] = {}
         if rows is not None:
             task = group.task
             row, _ = rows.pick(np_random(task.seed)[0], task.seed, task.options.get("row"))
-        episodes = tuple(_score(episode, scorer, row, settings) for episode in group.episodes)
-        scored.append(replace(group, episodes=episodes))
-    add = scorer.of_group(settings.get("success"))
-    if add:
-        scored = await asyncio.gather(*map(add, scored))
-    log = FaultLog()
+
+        async def alone(one: Group) -> Group:
+            return replace(one, episodes=(_score(one.episodes[0], scorer, row, settings),))
+
+        parts = [replace(group, episodes=(episode,)) for episode in group.episodes]
+        parts = [await _attempt(part, alone, log) for part in parts]
+        group = replace(group, episodes=tuple(part.episodes[0] for part in parts))
+        return await _attempt(group, add, log) if add else group
+
+    scored = await asyncio.gather(*map(score, groups))
     return [lose_unscored(group, log) for group in scored]
+
+
+async def _attempt(
+    group: Group, score: Callable[[Group], Awaitable[Group]], log: FaultLog
+) -> Group:
+    """Scores a group, whose episodes are lost if a reward raises."""
+    try:
+        async with limited("a reward", None):
+            return await score(group)
+    except EnvironmentFailed as failed:
+        log.note(group.task, failed.fault)
+        return replace(group, episodes=tuple(lost(e, failed.fault) for e in group.episodes))
 
 
 def _score(
