@@ -263,14 +263,15 @@ def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate:
     evaluated = playing(tasks, 2 * tasks)
     imitation = config.recipe.imitation_steps * imitated * learned_token if batch else 0.0
     evaluations = 1 + (math.ceil(config.steps / config.eval_every) if config.eval_every else 1)
-    evaluations += 0.5 * bool(batch and config.model)  # sampled only, of the model as shipped
-    seconds = imitation + config.steps * (played + learned) + evaluations * evaluated
+    shipped = 0.5 * bool(batch and config.model)  # sampled only, of the model before imitation
+    evaluating = (evaluations + shipped) * evaluated
+    seconds = imitation + config.steps * (played + learned) + evaluating
     rows = {
         "memory": text,
         "evaluation": f"{2 * tasks} episodes of about {lengths.computed(1, 1):,.0f} "
         f"tokens, of which {lengths.sampled:,.0f} are sampled: {_clock(evaluated)}",
         "step": f"{episodes} episodes: {_clock(played)} to play, {_clock(learned)} to learn",
-        "run": f"{_clock(seconds)}, of which {_clock(evaluations * evaluated)} evaluate and "
+        "run": f"{_clock(seconds)}, of which {_clock(evaluating)} evaluate and "
         f"{_clock(imitation)} imitate",
     }
     return Estimate(lengths=lengths, more=more, rows=rows, seconds=seconds, imitation=imitation)
