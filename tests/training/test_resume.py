@@ -119,7 +119,10 @@ def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(way, tmp_path
 
 
 BEFORE = {
-    "the tiny model, whose schedule begins again": ({"imitation_learning_rate": 1e-9}, 0, (13, 41)),
+    "the tiny model, whose schedule begins again": (
+        {"imitation_learning_rate": 1e-9, "imitation_steps": 20},
+        *(0, (7, 23)),
+    ),
     "a model": ({"name": "imitate", "demonstrations": 20, "imitation_steps": 9}, 0, (3, 7)),
     "an adapter": ({"name": "imitate", "demonstrations": 20, "imitation_steps": 9}, 2, (1, 8)),
 }
