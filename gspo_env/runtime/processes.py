@@ -165,6 +165,20 @@ def end_descendants(group: int, grace: float) -> bool:
     return False
 
 
+def kill_descendants(seconds: float = 5.0) -> None:
+    """Kills all descendants of the calling process, which has adopted them.
+
+    Args:
+        seconds: Time to wait for their end.
+    """
+    deadline = time.monotonic() + seconds
+    while _has_children() and time.monotonic() < deadline:
+        for pid in _descendants():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
 class Guard:
     """A guard process; see the module."""
 

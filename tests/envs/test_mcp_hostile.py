@@ -182,7 +182,15 @@ def test_a_server_and_what_it_started_die_with_the_trainer(number):
         pids = owner.stdout.readline().split()
         before = list(map(is_alive, pids))
         owner.send_signal(number)
-    assert before == [True, True]
+    assert before == [True, True, True]
+    assert eventually(lambda: not any(map(is_alive, pids)))
+
+
+def test_closing_ends_what_a_server_started_in_a_session_of_its_own(play):
+    env = play("pids")
+    pids = call(env, a="x")[0].split()
+    env.close()
+    assert len(pids) == 3
     assert eventually(lambda: not any(map(is_alive, pids)))
 
 

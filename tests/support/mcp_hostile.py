@@ -74,8 +74,9 @@ def call():
             sys.stderr.write("noise " * 20_000)
         sys.stderr.flush()
     if KIND == "pids":
-        pid = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
-        return text(f"{os.getpid()} {pid}")
+        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+        pids = [subprocess.Popen(sleep, start_new_session=new).pid for new in (False, True)]
+        return text(f"{os.getpid()} {' '.join(map(str, pids))}")
     return RESULTS.get(KIND, text("ok"))
 
 

@@ -2,7 +2,8 @@
 
 It ends the server when the trainer dies, however it dies, and bounds what the server sends: length
 and values of a message, messages a second, and what is kept of standard error, which is a file.
-Started with `python -I -S`, the process id of the trainer, the limit in bytes and the command.
+Started with `python -I -S`, the process id of the trainer, the limit in bytes, the file of
+`gspo_env.runtime.processes` and the command.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import runpy
 import select
 import signal
 import subprocess
 import sys
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _MESSAGES = 1000
 """Messages a second; a server that sends more has to wait."""
@@ -25,6 +27,10 @@ _NO_STRUCTURE = bytes(set(range(256)) - set(b"[{,"))
 _KEPT = 1 << 16
 """Bytes of standard error after which the file begins anew."""
 _PR_SET_PDEATHSIG = 1
+_GRACE = 1.0
+"""Seconds that a server has after SIGTERM; the client kills the launcher after 2."""
+_runtime: dict[str, Any] = {}
+"""The functions of `gspo_env.runtime.processes`, which cannot be imported with `-I -S`."""
 
 
 class Structure:
@@ -45,9 +51,13 @@ class Structure:
 
 def main() -> NoReturn:
     """Starts the server, forwards its output and exits with its exit code."""
-    parent, limit, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    signal.signal(signal.SIGUSR1, lambda *_: _kill_group())
-    signal.signal(signal.SIGTERM, lambda *_: None)  # sent to the group: the server decides
+    parent, limit, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[4:]
+    _runtime.update(runpy.run_path(sys.argv[3]))
+    _runtime["adopt_descendants"]()
+    for number in (signal.SIGUSR1, signal.SIGALRM):
+        signal.signal(number, lambda *_: _kill_group())
+    # sent to the group: the server decides, until shortly before the client kills this process
+    signal.signal(signal.SIGTERM, lambda *_: _kill_later())
     _die_with_parent(signal.SIGUSR1)
     if os.getppid() != parent:
         os._exit(1)
@@ -63,6 +73,7 @@ def main() -> NoReturn:
         os._exit(127)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # or a server that exits would not close the pipe
     code = _forward(server, limit)
+    _runtime["kill_descendants"]()
     os._exit(code & 0xFF)
 
 
@@ -113,8 +124,13 @@ def _write(data: bytes) -> None:
         _kill_group()
 
 
+def _kill_later() -> None:
+    signal.setitimer(signal.ITIMER_REAL, _GRACE)
+
+
 def _kill_group() -> NoReturn:
     """Kills the server and what it started; the group was made for this process."""
+    _runtime["kill_descendants"]()
     os.killpg(0, signal.SIGKILL)
     os._exit(1)
 

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from gspo_env.errors import ConfigError, MissingExtraError, ToolServerError
 from gspo_env.redaction import redact, resolve
-from gspo_env.runtime import loops
+from gspo_env.runtime import loops, processes
 from gspo_envs.tools.mcp.launcher import MOST_VALUES, Structure
 
 logger = logging.getLogger(__name__)
@@ -285,7 +285,7 @@ async def _transport(server: MCPServer, stack: AsyncExitStack, log: Any) -> Any:
     command, *args = server.command
     if os.name == "posix":
         launcher = str(Path(__file__).with_name("launcher.py"))
-        bounds = (str(os.getpid()), str(MOST_BYTES))
+        bounds = (str(os.getpid()), str(MOST_BYTES), processes.__file__)
         command, args = sys.executable, ["-I", "-S", launcher, *bounds, *server.command]
     started = StdioServerParameters(
         command=command,
