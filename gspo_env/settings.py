@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar, dataclass_transform, overload
+from typing import Annotated, Any, TypeVar, dataclass_transform, overload
 
 import numpy as np
 from pydantic import ConfigDict, ValidationError
@@ -23,6 +23,8 @@ STRICT = ConfigDict(
 )
 """No value is converted but an integer to a float."""
 
+Prose = Annotated[str, "prose"]
+"""A text that a model reads: it names no file, no address and no code."""
 _LARGEST = 2**63 - 1
 """The largest integer of files, tensors and stores."""
 

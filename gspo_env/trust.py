@@ -27,6 +27,7 @@ from gspo_env.env.registration import find_builtin, read_members
 from gspo_env.errors import ConfigError
 from gspo_env.files import write_file
 from gspo_env.registry import BUILTIN, load_function, name_of
+from gspo_env.settings import Prose
 
 logger = logging.getLogger(__name__)
 
@@ -130,14 +131,15 @@ def _untrusted_arguments(
         if loaded is not None:
             parameters = inspect.signature(loaded).parameters.items()
             defaults = {name: parameter.default for name, parameter in parameters}
-            hints = typing.get_type_hints(loaded if is_dataclass(loaded) else loaded.__init__)
+            made = loaded if is_dataclass(loaded) else loaded.__init__
+            hints = typing.get_type_hints(made, include_extras=True)
     for name, value in arguments.items():
         if not _is_plain(value, hints.get(name), defaults.get(name, MISSING)):
             yield (*place, name), value
 
 
 def _is_plain(value: Any, hint: Any, default: Any) -> bool:
-    """Returns whether a value is a number, a list of numbers, a default or a listed word."""
+    """Returns whether a value is numbers, a default, a listed word or what only a model reads."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, int) or value == {}:
@@ -146,7 +148,7 @@ def _is_plain(value: Any, hint: Any, default: Any) -> bool:
         return all(_is_plain(item, None, MISSING) for item in value)
     if type(value) is type(default) and value == default:
         return True
-    return isinstance(value, str) and value in _words(hint)
+    return isinstance(value, str) and (hint == Prose or value in _words(hint))
 
 
 def _words(hint: Any) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from gspo_env.cli.main import main, parse
 from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.errors import ConfigError
 from gspo_env.model.load import save_model
+from gspo_env.rollout.compaction import Summary
 from gspo_env.saved import parse as parse_settings
 from gspo_env.saved import read_saved
 from gspo_env.trust import record
@@ -121,6 +122,13 @@ def test_a_class_of_a_file_for_training_is_left_out_of_playing_and_refused_in_tr
     assert getattr(agent.config, kind) == getattr(from_dict({"recipe": "tiny"}), kind)
     assert f"--{kind} theirs/helper.py:Own" in refused(capsys, "train", "--model", str(folder))
     assert not (tmp_path / "proof").exists()
+
+
+def test_a_text_that_only_the_model_reads_needs_no_flag(foreign):
+    compaction = {"name": "summary", "instruction": "Sum up ../secret.py:Class for http://x."}
+    assert GSPOAgent.load(foreign({"compaction": compaction})).config.compaction == Summary(
+        instruction=compaction["instruction"]
+    )
 
 
 def test_a_tracker_of_a_folder_is_not_used(caplog, tmp_path, foreign):

@@ -25,7 +25,7 @@ from gspo_env.rollout.collector import Collector, RolloutPlugin
 from gspo_env.rollout.play import PolicyInput, PolicyOutput
 from gspo_env.rollout.policy import EnginePolicy
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.settings import settings
+from gspo_env.settings import Prose, settings
 from gspo_env.tools.calls import parse_message
 from gspo_env.types import Episode, Group, Message, ResetInfo, StepInfo, StopReason
 
@@ -45,7 +45,7 @@ class Summary(RolloutPlugin):
     summary reaches its limit of tokens by `max_turn_tokens`.
     """
 
-    instruction: str = _INSTRUCTION
+    instruction: Prose = _INSTRUCTION
     """What the policy is asked, as a user's message."""
     summary_tokens: Annotated[int, Ge(1)] = 256
     """Maximum tokens of a summary; `rollout.max_turn_tokens` bounds it too."""
