@@ -128,7 +128,7 @@ def test_textarena_counts_invalid_moves_and_pays_what_is_done():
     env.reset(seed=0)
     env.step("nothing")
     info = env.step("nothing")[4]
-    assert info == {"success": False, "invalid_move": True}
+    assert info == {"success": False, "invalid_move": True, "scored": True}
 
 
 @adapters

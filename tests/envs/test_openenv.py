@@ -13,6 +13,9 @@ from support.jails import serving
 from gspo_env.check.environment import check_env
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, ToolServerError
+from gspo_env.rollout.failures import is_unscored
+from gspo_env.rollout.play import PolicyOutput, play_now
+from gspo_env.types import Task
 
 pytestmark = pytest.mark.openenv
 
@@ -122,6 +125,19 @@ def test_what_the_server_fails_to_do_truncates_the_episode_and_the_next_goes_on(
         assert (reward, terminated, truncated) == (0.0, False, True)
         assert words in info["env_error"]
     assert until_free(env)[0] == "Guess from 0 to 9."
+    env.close()
+
+
+def test_an_end_without_any_reward_is_not_scored_and_one_with_a_reward_is(two):
+    env = make(two)
+
+    def play(*actions):
+        until_free(env)
+        turns = iter(actions)
+        return play_now(env, Task(env_id="", seed=0), lambda now: PolicyOutput(text=next(turns)))
+
+    assert is_unscored(play("wait", "quit"))
+    assert not is_unscored(play("no digit", "quit"))
     env.close()
 
 

@@ -19,7 +19,7 @@ class Heard(Observation):
 
 
 class Guess(Environment):
-    """Guess a digit; the actions `crash`, `hang` and `die` make the server fail."""
+    """Guess a digit; three actions make the server fail, and `quit` ends without a reward."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -42,6 +42,8 @@ class Guess(Environment):
             time.sleep(5)
         if said == "die":
             os._exit(3)
+        if said in ("wait", "quit"):
+            return Heard(text="", turn=0, reward=None, done=said == "quit")
         right = said == str(self.number)
         return Heard(
             text="yes" if right else f"no, after {self._state.step_count}",

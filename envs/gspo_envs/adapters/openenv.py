@@ -100,6 +100,8 @@ class OpenEnvEnv(ForeignEnv):
             return f"Error: the action is not valid: {error}", 0.0, False, False, {}
         result = loops.run(self._ask("step", payload), _LOOP)
         info = {"openenv": result.metadata or {}}
+        if result.done or result.reward is not None:  # an end without any reward is no 0
+            info["scored"] = result.reward is not None
         return self._read(result), float(result.reward or 0.0), bool(result.done), False, info
 
     def close(self) -> None:

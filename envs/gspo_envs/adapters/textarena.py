@@ -134,7 +134,7 @@ class TextArenaEnv(ForeignEnv):
         if isinstance(reward, str):  # some games return these two in the wrong order
             reward, reason = reason.removeprefix("Invalid Move: "), reward
         reward = float(reward)
-        info: dict[str, Any] = {"success": reward >= 1.0}
+        info: dict[str, Any] = {"success": reward >= 1.0, "scored": 0 in (rewards or {})}
         info["invalid_move"] = bool(note.get("invalid_move"))
         if self._maker is None:
             info["reward_parts"] = {f"player_{n}": float(r) for n, r in (rewards or {}).items()}
