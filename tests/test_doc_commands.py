@@ -51,6 +51,7 @@ ELSEWHERE = {
     "gspo-env sync": "needs a run with a tracker; see tests/tracking",
     "gspo-env episodes": "needs episodes with success; see tests/cli/test_episodes.py",
     "gspo-env replay": "needs a run that kept its batches; see tests/training/test_batches.py",
+    "gspo-env whatif": "needs a run that kept its batches; see tests/training/test_batches.py",
     "gspo-env play": "waits for a person; see tests/cli/test_play.py",
     "gspo-env train --engine vllm": "needs vLLM; run by the tests with the marker vllm",
     "gspo-env train --config one-gpu.toml": "needs vLLM and a GPU",

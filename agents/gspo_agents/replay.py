@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from gspo_env.training.loop import to_train
 from gspo_env.training.resume import changed_config, checkpoint_config, read_checkpoint
 from gspo_env.trust import record
 from gspo_env.types import Score
+
+if TYPE_CHECKING:
+    from gspo_agents.whatif import Effect
 
 _SECTIONS = (
     "advantage.",
@@ -199,6 +202,12 @@ class Replay:
             credit=credit,
             metrics={**self.batch.metrics, **metrics, **credit.metrics()},
         )
+
+    def effects(self, arms: Mapping[str, Config]) -> dict[str, Effect]:
+        """Returns what other settings do with the batch; see `gspo_agents.whatif.effects`."""
+        from gspo_agents.whatif import effects
+
+        return effects(self, arms)
 
     def difference(self, update: Update) -> float | None:
         """Returns the largest difference of the weights after an update from those of the run.

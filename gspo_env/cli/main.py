@@ -24,6 +24,7 @@ COMMANDS = {
     "view": "gspo_env.cli.view:View",
     "diagnose": "gspo_env.cli.diagnose:Diagnose",
     "replay": "gspo_env.cli.replay:Replay",
+    "whatif": "gspo_env.cli.whatif:WhatIf",
     "episodes": "gspo_env.cli.episodes:Episodes",
     "serve": "gspo_env.cli.serve:Serve",
     "capture": "gspo_env.cli.capture:Capture",

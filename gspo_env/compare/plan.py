@@ -215,7 +215,7 @@ def parse(
     Raises:
         ConfigError: A name is unknown or a value invalid, or the seeds can show no difference.
     """
-    lists = {**tables.get("grid", {}), **dict(map(_axis, axes))}
+    lists = {**tables.get("grid", {}), **dict(map(read_axis, axes))}
     arms = list(grid(lists)) if lists else []
     arms += [Arm(name=name, changes=changes) for name, changes in tables.get("arms", {}).items()]
     named = tables.get("problems") or {label(base.env): {}}
@@ -236,8 +236,12 @@ def parse(
     return replace(comparison, seeds=seeds)
 
 
-def _axis(text: str) -> tuple[str, list[Any]]:
-    """Reads `name=value,value`; a value is JSON, or else a text without a comma."""
+def read_axis(text: str) -> tuple[str, list[Any]]:
+    """Reads `name=value,value`; a value is JSON, or else a text without a comma.
+
+    Raises:
+        ConfigError: There is no value.
+    """
     name, _, rest = text.partition("=")
     values: list[Any] = []
     while rest:

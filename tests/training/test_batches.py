@@ -107,6 +107,54 @@ def plain(tmp_path_factory):
         yield folder / "run"
 
 
+NEGATED = """
+from dataclasses import dataclass
+from gspo_env.credit import ReturnsToGo
+
+@dataclass(frozen=True, kw_only=True)
+class Negated(ReturnsToGo):
+    def compare(self, episodes, score):
+        return [-row for row in super().compare(episodes, score)]
+"""
+
+
+def test_effects_of_other_settings_are_those_of_their_gradients_and_updates(plain, monkeypatch):
+    monkeypatch.chdir(plain.parent)
+    (plain.parent / "negated.py").write_text(NEGATED)
+    batch = Replay(plain)
+    slow = {"learning_rate": 0.05 * batch.own.learner.learning_rate}  # the effects are linear
+    own = override(batch.own, {"advantage": {"name": "returns_to_go"}, "learner": slow})
+    arms = {
+        "own": own,
+        "faster": override(own, {"learner": {"learning_rate": 2 * own.learner.learning_rate}}),
+        "negated": override(own, {"advantage": {"name": "negated.py:Negated"}}),
+    }
+    batch.own = own  # so that the others are measured against it
+    effects = batch.effects(arms)
+    one, faster, negated = effects.values()
+    assert (one.cosine, one.turned_tokens, one.turned_turns) == (pytest.approx(1), 0, 0)
+    assert (negated.cosine, negated.turned_tokens) == (pytest.approx(-1, abs=1e-5), 1)
+    assert negated.norm == pytest.approx(one.norm, rel=1e-4)
+    # the optimiser's moments go on as they were, so that the update does not turn as a whole
+    assert negated.best - negated.worst < one.best - one.worst
+    assert faster.norm == pytest.approx(one.norm)
+    assert faster.best == pytest.approx(2 * one.best, rel=0.2)
+    assert faster.worst == pytest.approx(2 * one.worst, rel=0.2)
+
+
+def test_the_gradient_of_the_runs_own_settings_is_that_of_its_update(plain, monkeypatch, capsys):
+    monkeypatch.chdir(plain.parent)
+    batch = Replay(plain)
+    (effect,) = batch.effects({"own": batch.own}).values()
+    whole = batch.update(override(batch.own, {"learner": {"minibatches": 1}}))
+    assert effect.norm == pytest.approx(whole.metrics["train/grad_norm"], rel=1e-5)
+    main(["whatif", str(plain), "--arm", "loss=grpo,cispo", "--json", "numbers.json"])
+    assert "| cispo |" in capsys.readouterr().out
+    numbers = json.loads(Path("numbers.json").read_text())
+    assert list(numbers) == ["the run's own", "grpo", "cispo"]
+    assert numbers["the run's own"]["norm"] == effect.norm
+
+
 def test_other_settings_give_another_update_that_resumes_with_them(plain, tmp_path, capsys):
     assert [f.name for f in sorted((plain / "batches").iterdir())] == ["step-000002", "step-000003"]
     flags = ["--loss", "cispo", "--learning-rate", "0.01", "--advantage", "outcome"]

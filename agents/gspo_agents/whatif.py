@@ -1,0 +1,138 @@
+"""What other settings would do with a kept batch: gradients and updates on the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gspo_agents.replay import Replay
+from gspo_env.batch.sample import Sample
+from gspo_env.config import Config
+from gspo_env.learner.learner import Learner
+from gspo_env.types import FloatArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effect:
+    """What the settings of one arm do with a batch, beside the run's own settings."""
+
+    norm: float
+    """Norm of the gradient of the whole batch, at the weights before the update."""
+    cosine: float
+    """Cosine of that gradient and the run's; NaN if one of them is 0."""
+    clipped: float
+    """Share of the update's tokens whose gradient the clip blocks."""
+    turned_tokens: float
+    """Share of the tokens, of those that either trains, whose advantage has the opposite sign."""
+    turned_turns: float
+    """The same for turns, by the sums of their advantages."""
+    best: float
+    """Change of the log-probability by the update, the mean over each group's best episodes, nats;
+    NaN if the outcomes of no group differ."""
+    worst: float
+    """The same for each group's worst episodes."""
+
+
+Advantages = dict[tuple[int, int, int], FloatArray]
+"""Those of the tokens of each turn, by group, episode and turn."""
+
+
+def effects(batch: Replay, arms: Mapping[str, Config]) -> dict[str, Effect]:
+    """Computes the effect of each arm on a batch.
+
+    Args:
+        batch: The batch.
+        arms: Configs that `Replay.allowed` returned, by name.
+
+    Raises:
+        BatchError: No token is trained.
+        OutputError: The batch does not have what an estimator reads.
+    """
+    own, own_tokens = _gradient(batch, batch.own)
+    measured = {}
+    for name, config in arms.items():
+        gradient, tokens = _gradient(batch, config)
+        update = batch.update(config)
+        before = _logprobs(batch.learner(config), update.samples)
+        after = _logprobs(update.learner, update.samples)
+        change = {place: after[n] - before[n] for n, place in enumerate(update.places)}
+        best, worst = _by_outcome(batch, change)
+        measured[name] = Effect(
+            norm=_dot(gradient, gradient) ** 0.5,
+            cosine=_cosine(gradient, own),
+            clipped=update.metrics.get("train/clipped_fraction", 0.0),
+            turned_tokens=_turned(tokens, own_tokens),
+            turned_turns=_turned(_sums(tokens), _sums(own_tokens)),
+            best=best,
+            worst=worst,
+        )
+    return measured
+
+
+def _gradient(batch: Replay, config: Config) -> tuple[dict[str, Tensor], Advantages]:
+    """Returns the gradient of the batch as one minibatch, and the advantages of each turn."""
+    learner = batch.learner(replace(config, learner=replace(config.learner, minibatches=1)))
+    samples, places, _ = batch.samples(config, learner)
+    for minibatch in learner.score(learner.prepare(samples)):
+        learner.backward(minibatch)
+    advantages: Advantages = {}
+    for sample in samples:
+        group, index = places[sample.episode or 0]
+        turns_N = sample.turn_ids[sample.mask]
+        for turn in np.unique(turns_N):
+            advantages[group, index, int(turn)] = sample.advantages[turns_N == turn]
+    return learner.masters.gradients(), advantages
+
+
+def _logprobs(learner: Learner, samples: Sequence[Sample]) -> dict[int, float]:
+    """Returns the log-probability of each episode's sampled tokens."""
+    sums: dict[int, float] = {}
+    for minibatch in learner.prepare(samples):
+        for microbatch in minibatch.microbatches:
+            row = microbatch.row
+            values_N = learner.logprobs(row).double()
+            for place, number in enumerate(row.episodes):
+                total = float(values_N[row.episode_N == place].sum())
+                sums[number or 0] = sums.get(number or 0, 0.0) + total
+    return sums
+
+
+def _by_outcome(batch: Replay, change: Mapping[tuple[int, int], float]) -> tuple[float, float]:
+    """Returns the mean change of the best and of the worst episodes of groups that differ."""
+    best, worst = [], []
+    for number, group in enumerate(batch.batch.groups):
+        places = [place for place in change if place[0] == number]
+        outcomes = {place: group.episodes[place[1]].outcome for place in places}
+        low, high = min(outcomes.values(), default=0.0), max(outcomes.values(), default=0.0)
+        if low < high:
+            best += [change[place] for place in places if outcomes[place] == high]
+            worst += [change[place] for place in places if outcomes[place] == low]
+    return (float(np.mean(best)), float(np.mean(worst))) if best else (np.nan, np.nan)
+
+
+def _dot(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    pairs = ((one[name].double(), other[name].double()) for name in one.keys() & other.keys())
+    return float(sum(torch.sum(a * b) for a, b in pairs))
+
+
+def _cosine(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    size = (_dot(one, one) * _dot(other, other)) ** 0.5
+    return _dot(one, other) / size if size else float("nan")
+
+
+def _sums(advantages: Advantages) -> Advantages:
+    return {turn: values.sum(keepdims=True) for turn, values in advantages.items()}
+
+
+def _turned(ours: Advantages, theirs: Advantages) -> float:
+    """Returns the share of values with opposite signs, of those that are not 0 on both sides."""
+    turned = trained = 0
+    for turn in ours.keys() | theirs.keys():
+        one, other = (side.get(turn, np.zeros(1)) for side in (ours, theirs))
+        turned += int(np.sum(one * other < 0))
+        trained += int(np.sum((one != 0) | (other != 0)))
+    return turned / trained if trained else 0.0

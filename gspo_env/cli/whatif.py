@@ -1,0 +1,87 @@
+"""`gspo-env whatif`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Annotated
+
+import tyro
+
+from gspo_env import __version__
+from gspo_env.cli.replay import OfBatch
+from gspo_env.errors import ConfigError
+from gspo_env.redaction import visible, write_text
+from gspo_env.settings import settings
+
+
+def shown(value: float, how: str) -> str:
+    """Formats a number; one that is not known is empty."""
+    return "" if math.isnan(value) else format(value, how)
+
+
+@settings
+class WhatIf(OfBatch):
+    """Show what other settings would do with a kept batch: gradients and updates on its tokens.
+
+    Settings of the command line make an arm beside the run's own; `--arm` adds one for each value.
+    """
+
+    arm: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """An axis of arms, as NAME=VALUE,VALUE: a setting and its values. Repeat it for more."""
+    json: str = ""
+    """File that the numbers are also written to."""
+
+    def run(self) -> None:
+        """Prints a table with a line for each arm.
+
+        Raises:
+            ConfigError: No setting differs from the run's.
+        """
+        from pathlib import Path
+
+        from gspo_env.cli.compare import print_markdown
+        from gspo_env.compare.plan import change, grid, read_axis
+        from gspo_env.env.registration import load_agent
+        from gspo_env.report.page import Section, markdown_page
+
+        axes = dict(map(read_axis, self.arm))
+        print(f"gspo-env {__version__}: loading PyTorch and transformers", flush=True)
+        batch = load_agent("gspo").replay(self.folder, self.step, self.resolved)
+        changed = batch.changes(batch.config)
+        arms = {"the run's own": batch.own}
+        if changed:
+            named = (f"{name}={new}" for name, (_, new) in changed.items())
+            arms[", ".join(named)] = batch.config
+        for each in grid(axes) if axes else ():
+            arms[each.name] = batch.allowed(change(batch.config, each.changes))
+        if len(arms) == 1:
+            raise ConfigError("no setting differs from the run's; expected --arm NAME=VALUE,VALUE")
+        effects = batch.effects(arms)
+        head = ["arm", "gradient", "cosine", "clipped", "tokens turned", "turns turned"]
+        rows = [
+            [
+                name,
+                f"{effect.norm:.3g}",
+                shown(effect.cosine, "z.3f"),
+                *(f"{effect.clipped:.1%}", f"{effect.turned_tokens:.1%}"),
+                f"{effect.turned_turns:.1%}",
+                *(shown(effect.best, "+z.3f"), shown(effect.worst, "+z.3f")),
+            ]
+            for name, effect in effects.items()
+        ]
+        table = [[*head, "best episodes", "worst episodes"], *rows]
+        title = f"The update of step {batch.step}, on {len(batch.batch.groups)} groups"
+        text = (
+            "Gradient: norm over the whole batch, and its cosine with the run's. Turned: the sign "
+            "of the advantage is not the run's. Episodes: by how many nats the update changes the "
+            "log-probability of each group's best and worst. One batch is one sample: it shows "
+            "what settings do, not which learn better, which gspo-env compare tests."
+        )
+        print_markdown(markdown_page(title, [Section(table=table), Section(text=text)]))
+        if self.json:
+            numbers = {name: dataclasses.asdict(effect) for name, effect in effects.items()}
+            finite = json.dumps(numbers, indent=1).replace("NaN", "null")
+            write_text(Path(self.json), finite)
+            print(visible(f"Written to {self.json}"))
