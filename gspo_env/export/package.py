@@ -226,7 +226,7 @@ def write_package(env: str, peer: str, out: str | Path, **env_kwargs: Any) -> li
 _README = """\
 # {project}
 
-{env} of [gspo-env](https://pypi.org/project/gspo-env) for {peer}: `pip install .`
+{env} of gspo-env for {peer}: `pip install .`
 
 What {peer} cannot carry, and where it goes:
 
