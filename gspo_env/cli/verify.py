@@ -27,11 +27,13 @@ class Verify:
         """Prints the findings; exits with 1 if something is wrong."""
         if not self.file:
             raise ConfigError("file is ''; expected a batch, or the folder of a run")
+        from gspo_env.env.registration import hide_progress_bars
         from gspo_env.health.findings import show
         from gspo_env.model.load import load_model, load_tokenizer
         from gspo_env.model.weights import find_weights
         from gspo_env.verify import batch, verify
 
+        hide_progress_bars()
         is_run = Path(self.file).is_dir()
         judged = batch.of_run(self.file) if is_run else batch.read_batch(self.file)
         model = tokenizer = None
@@ -44,7 +46,7 @@ class Verify:
         findings = verify(judged, decode, model)
         faults = [finding for finding in findings if not finding.ok]
         trainer = f" of {judged.trainer}" if judged.trainer else ""
-        print(f"{len(judged.rows)} rows{trainer}: {len(faults)} faults")
+        print(f"{len(judged.rows)} rows{trainer}: {len(faults)} fault{'s' * (len(faults) != 1)}")
         print("\n".join(map(show, findings)))
         if faults:
             sys.exit(1)
