@@ -52,7 +52,7 @@ def test_the_python_blocks_of_a_page_run_in_order_and_print_what_they_say(page, 
             script += [f"{name}()" for name in re.findall(r"^def (test_\w+)\(", block, re.M)]
             shown += expected(block)
     (tmp_path / "page.py").write_text("\n".join(script))
-    done = run_python("page.py", cwd=tmp_path, timeout=300)
+    done = run_python("page.py", cwd=tmp_path, timeout=900)
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     for text in shown:
