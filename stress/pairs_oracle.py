@@ -339,6 +339,8 @@ class Run:
         # the parts of a loss cancel each other: its rounding is that of their size
         size = max(credit.size, abs(loss))
         self.fault(f"step {step} loss", metrics["train/loss"], loss, bound * max(size, 1e-3))
+        if credit.name == "distillation":  # the gradient has the noise of its advantages
+            bound += credit.bound / max(credit.size, TINY)
         self.fault(
             f"step {step} gradient norm",
             metrics["train/grad_norm"],
