@@ -141,7 +141,8 @@ def _number(schema: Mapping[str, Any], whole: bool, rng: random.Random) -> float
     if not whole and "multipleOf" not in schema:
         return float(low + (high - low) * rng.random())
     step = schema.get("multipleOf", 1)
-    drawn = rng.randint(int(low // step), int(high // step)) * step
+    least = int(-(-low // step))  # rounded up, so that the multiple is not below
+    drawn = rng.randint(least, max(least, int(high // step))) * step
     return int(drawn) if whole else float(drawn)
 
 
