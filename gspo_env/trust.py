@@ -131,8 +131,8 @@ def _untrusted_arguments(
         if loaded is not None:
             parameters = inspect.signature(loaded).parameters.items()
             defaults = {name: parameter.default for name, parameter in parameters}
-            made = loaded if is_dataclass(loaded) else loaded.__init__
-            hints = typing.get_type_hints(made, include_extras=True)
+            constructor = loaded if is_dataclass(loaded) else loaded.__init__
+            hints = typing.get_type_hints(constructor, include_extras=True)
     for name, value in arguments.items():
         if not _is_plain(value, hints.get(name), defaults.get(name, MISSING)):
             yield (*place, name), value

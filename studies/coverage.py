@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -88,8 +87,7 @@ def sequential(draw: Draw, seeds: int, reports: int, arms: int = 3) -> tuple[flo
         The share of reports with a false claim, that of intervals that contain 0 where the
         comparison ends, and the mean seeds it takes.
     """
-    rng, parts = np.random.default_rng(seeds), (0.5, 0.75, 1.0)
-    looks = tuple(ceil(part * seeds) for part in parts)
+    rng, looks = np.random.default_rng(seeds), stats.looks_of(seeds)
     wrong = covered = taken = 0
     for _ in range(reports):
         first, *others = draw(rng, (arms + 1, seeds))

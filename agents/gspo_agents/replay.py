@@ -216,9 +216,9 @@ class Replay:
         """
         for folder in step_folders(self.run / "checkpoints") + step_folders(self.run / BATCHES):
             if int(folder.name[5:]) == self.step + (folder.parent.name == BATCHES):
-                kept = dict(read_checkpoint(folder).tensors())
+                weights = dict(read_checkpoint(folder).tensors())
                 pairs = [
-                    (tensor.cpu(), kept[name])
+                    (tensor.cpu(), weights[name])
                     for name, tensor in update.learner.state()[1]
                     if name.startswith("weights.")
                 ]

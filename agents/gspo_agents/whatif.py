@@ -52,18 +52,18 @@ def effects(batch: Replay, arms: Mapping[str, Config]) -> dict[str, Effect]:
         BatchError: No token is trained.
         OutputError: The batch does not have what an estimator reads.
     """
-    own, own_tokens = _gradient(batch, batch.own)
+    _, own_gradient, own_tokens = _gradient(batch, batch.own)
     measured = {}
     for name, config in arms.items():
-        gradient, tokens = _gradient(batch, config)
+        learner, gradient, tokens = _gradient(batch, config)
         update = batch.update(config)
-        before = _logprobs(batch.learner(config), update.samples)
+        before = _logprobs(learner, update.samples)
         after = _logprobs(update.learner, update.samples)
         change = {place: after[n] - before[n] for n, place in enumerate(update.places)}
         best, worst = _by_outcome(batch, change)
         measured[name] = Effect(
             norm=_dot(gradient, gradient) ** 0.5,
-            cosine=_cosine(gradient, own),
+            cosine=_cosine(gradient, own_gradient),
             clipped=update.metrics.get("train/clipped_fraction", 0.0),
             turned_tokens=_turned(tokens, own_tokens),
             turned_turns=_turned(_sums(tokens), _sums(own_tokens)),
@@ -73,8 +73,8 @@ def effects(batch: Replay, arms: Mapping[str, Config]) -> dict[str, Effect]:
     return measured
 
 
-def _gradient(batch: Replay, config: Config) -> tuple[dict[str, Tensor], Advantages]:
-    """Returns the gradient of the batch as one minibatch, and the advantages of each turn."""
+def _gradient(batch: Replay, config: Config) -> tuple[Learner, dict[str, Tensor], Advantages]:
+    """Returns the learner before the update, its gradient of the batch, and the advantages."""
     learner = batch.learner(replace(config, learner=replace(config.learner, minibatches=1)))
     samples, places, _ = batch.samples(config, learner)
     for minibatch in learner.score(learner.prepare(samples)):
@@ -85,7 +85,7 @@ def _gradient(batch: Replay, config: Config) -> tuple[dict[str, Tensor], Advanta
         turns_N = sample.turn_ids[sample.mask]
         for turn in np.unique(turns_N):
             advantages[group, index, int(turn)] = sample.advantages[turns_N == turn]
-    return learner.masters.gradients(), advantages
+    return learner, learner.masters.gradients(), advantages
 
 
 def _logprobs(learner: Learner, samples: Sequence[Sample]) -> dict[int, float]:

@@ -436,14 +436,16 @@ class _Auditor:
         ]
         rewards, turns = [self.reward(e) for e in lost], [float(len(e.turns)) for e in lost]
         sizes = [float(sum(len(turn.text) for turn in e.turns)) for e in lost]
-        told = [
+        correlations = [
             f"{name} {rank_correlation(rewards, values)[0]:+.2f}"
             for name, values in (("turns", turns), ("characters", sizes))
             if len(lost) > 2 and np.ptp(rewards) > 0 and np.ptp(values) > 0
         ]
-        if not told:
+        if not correlations:
             return None
-        text = f"Rank correlation of the reward of failed episodes with {' and '.join(told)}."
+        text = (
+            f"Rank correlation of the reward of failed episodes with {' and '.join(correlations)}."
+        )
         return Finding(name="length", text=text, ok=True)
 
     def variance(self, groups: Sequence[Group]) -> Finding:

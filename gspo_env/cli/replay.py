@@ -32,12 +32,12 @@ class OfBatch(Run):
         """Returns the folder of the batch."""
         from gspo_env.training.batches import find_batch
 
-        own = read_options(cls.__name__.lower(), cls(), [o for o in options if o != "--help"])
-        if not own.folder:
+        command = read_options(cls.__name__.lower(), cls(), [o for o in options if o != "--help"])
+        if not command.folder:
             if "--help" in options:
                 return ""
             raise ConfigError("expected the folder of a run")
-        return str(find_batch(own.folder, own.step))
+        return str(find_batch(command.folder, command.step))
 
     @classmethod
     def saved(

@@ -8,12 +8,11 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from gspo_env.compare.stats import fewest_pairs
+from gspo_env.compare.stats import fewest_pairs, looks_of
 from gspo_env.config import (
     CheckpointConfig,
     Config,
@@ -33,8 +32,6 @@ _PROBLEM = ("env", "env_kwargs", "eval_tasks", "seed", "output", "tracker")
 """Fields that no arm may change: they decide the tasks, or the comparison sets them."""
 _START = ("env", "env_kwargs", "eval_tasks", "model", "recipe", "rewritten_history")
 """Fields that decide the model that a run starts from, beside the seed and the adapter."""
-_LOOKS = (0.5, 0.75, 1.0)
-"""Shares of the seeds after which a sequential comparison tests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,8 +100,7 @@ class Comparison:
     @property
     def looks(self) -> tuple[int, ...]:
         """The numbers of seeds after which is tested."""
-        parts = _LOOKS if self.sequential else _LOOKS[-1:]
-        return tuple(sorted({ceil(part * self.seeds) for part in parts}))
+        return looks_of(self.seeds) if self.sequential else (self.seeds,)
 
     @property
     def left_out(self) -> str:

@@ -275,8 +275,8 @@ def _afford(
 
 def _measure(run: PlannedRun) -> None:
     """Writes what a run takes; if that fails, so do the runs, which say why."""
-    recipe = run.config.recipe
-    if hasattr(recipe, "demonstrations"):
+    recipe: Any = run.config.recipe
+    if imitates(run.config):
         few = min(_DEMONSTRATIONS, recipe.demonstrations)
         recipe = dataclasses.replace(recipe, demonstrations=few)
     with contextlib.suppress(GspoEnvError):

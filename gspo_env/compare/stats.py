@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from math import comb, floor, log2
+from math import ceil, comb, floor, log2
 from typing import Any
 
 import numpy as np
@@ -189,6 +189,16 @@ def sequential_test(
         decided &= undecided
         spent, undecided = spent + float(decided.mean()), undecided & ~decided
     return p, 0
+
+
+def looks_of(pairs: int) -> tuple[int, ...]:
+    """Returns the looks of a sequential test: after a half, three quarters and all of the pairs.
+
+    Example:
+        >>> looks_of(10)
+        (5, 8, 10)
+    """
+    return tuple(sorted({ceil(share * pairs) for share in (0.5, 0.75, 1.0)}))
 
 
 def sequential_interval(

@@ -130,25 +130,25 @@ class Parts(GroupEstimator):
 
     def metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Returns the mean of each measured part, and the root mean square of each one's credit."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         used = [[group.episodes[i] for i in usable(group)] for group in groups]
         for name in self.weights:
             totals = [part_of(episode, name, "turns") for row in used for episode in row]
             sums = [float(total.sum()) for total in totals if total is not None]
             if not sums:
                 played = [turn for row in used for episode in row for turn in episode.turns]
-                given = sorted({part for turn in played for part in turn.info.reward_parts})
-                _warn_missing(name, ", ".join(given) or "none")
+                names = sorted({part for turn in played for part in turn.info.reward_parts})
+                _warn_missing(name, ", ".join(names) or "none")
             elif name in MEASURED:
-                found[f"rollout/reward/{name}"] = float(np.mean(sums))
+                metrics[f"rollout/reward/{name}"] = float(np.mean(sums))
             rows = [
                 credit
                 for row, group in zip(used, groups, strict=True)
                 for credit in self._credit_of(name, row, group.score).values()
             ]
             flat = np.concatenate(rows) if rows else np.zeros(1)
-            found[f"train/part_credit/{name}"] = float(np.sqrt(np.mean(flat**2)))
-        return found
+            metrics[f"train/part_credit/{name}"] = float(np.sqrt(np.mean(flat**2)))
+        return metrics
 
 
 def part_of(episode: Episode, name: str, score: Score) -> FloatArray | None:

@@ -81,8 +81,8 @@ def environment_class(env: str | type, **env_kwargs: Any) -> type[TRLEnvironment
     methods: dict[str, Any] = {tool.name: _method(tool) for tool in facts.tools}
     if facts.goes_on:
         methods["act"] = _method(_ACT, lambda arguments: str(arguments["action"]))
-    if taken := [n for n in methods if n in _RESERVED or n.startswith("_")]:
-        raise ConfigError(f"the tool {taken[0]!r} has a name that TRL reserves; rename it")
+    if reserved := [n for n in methods if n in _RESERVED or n.startswith("_")]:
+        raise ConfigError(f"the tool {reserved[0]!r} has a name that TRL reserves; rename it")
     name = (env if isinstance(env, str) else env.__name__).rpartition("/")[2].rpartition(":")[2]
     about = {"_env": env, "_env_kwargs": env_kwargs, "__doc__": f"{name}, for TRL."}
     return type(name.partition("-")[0], (TRLEnvironment,), {**methods, **about})

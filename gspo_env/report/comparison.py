@@ -404,16 +404,16 @@ def _side_by_side(results: Sequence[Result]) -> Iterator[dict[str, str]]:
     They are of the first seed of which all arms finished, first tasks that only some arms solve.
     """
     seeds = {r.run.seed for r in results} - {r.run.seed for r in results if r.error}
-    kept = [r for r in results if r.run.seed == min(seeds, default=None)]
-    kept = [r for r in kept if episode_files(r.run.folder)]
+    runs = [r.run for r in results if r.run.seed == min(seeds, default=None)]
+    runs = [run for run in runs if episode_files(run.folder)]
     last = []
-    for run in (result.run for result in kept):
-        shown = read_episodes(run.folder, phases="eval", steps=[run.config.steps])
-        last.append({(e.env, e.seed, e.options): e for e in shown})
+    for run in runs:
+        episodes = read_episodes(run.folder, phases="eval", steps=[run.config.steps])
+        last.append({(e.env, e.seed, e.options): e for e in episodes})
     tasks = [task for task in (last[0] if len(last) > 1 else ()) if all(task in e for e in last)]
     tasks.sort(key=lambda task: len({e[task].success for e in last}) < 2)
     for task in tasks[:_SHOWN]:
-        yield {r.run.arm.name: render_episode(e[task]) for r, e in zip(kept, last, strict=True)}
+        yield {run.arm.name: render_episode(e[task]) for run, e in zip(runs, last, strict=True)}
 
 
 def _method(comparison: Comparison, seeds: int) -> str:

@@ -37,6 +37,8 @@ from gspo_env.types import Episode, Group, StepInfo, Turn
 
 logger = logging.getLogger(__name__)
 
+KeepBatches = Literal["none", "all", "last"] | int
+"""See `EpisodesConfig.keep_batches`."""
 EPISODES = "episodes.parquet"
 _INFO = ("state_key", "token_mask", "token_advantages", "extra")
 """What credit and the loss may read of a step's `info` and the schema of episodes leaves out."""
@@ -76,7 +78,7 @@ def write_batch(
     numbers: Mapping[str, Any],
     learner: LearnerState,
     batch: Batch,
-    keep: Literal["all", "last"] | int,
+    keep: KeepBatches,
 ) -> None:
     """Writes a batch, unless a text in it looks like a secret.
 
@@ -106,8 +108,12 @@ def write_batch(
     def write(folder: Path) -> None:
         pq.write_table(table, folder / EPISODES, compression="zstd", compression_level=1)
 
-    count = {"all": 0, "last": 1}.get(str(keep)) if isinstance(keep, str) else keep
-    writer.checkpoints.save_batch(state, tensors, write, count or 0)
+    writer.checkpoints.save_batch(state, tensors, write, newest(keep))
+
+
+def newest(keep: KeepBatches) -> int:
+    """Returns how many of the newest batches a run keeps; 0 keeps all."""
+    return keep if isinstance(keep, int) else int(keep == "last")
 
 
 def digest_of(samples: Sequence[Sample]) -> str:
@@ -128,12 +134,11 @@ def announcement(config: Config, learner: Trainer, run: Path) -> str:
     """Says before training what the batches take on the disk."""
     weights = sum(p.numel() for p in learner.policy.parameters() if p.requires_grad)
     each, keep = weights * _STATE_BYTES / 1e6, config.episodes.keep_batches
-    count = {"all": config.steps, "last": 1}.get(str(keep)) if isinstance(keep, str) else keep
-    kept = min(count or 0, config.steps)
+    count = min(newest(keep) or config.steps, config.steps)
     free = shutil.disk_usage(run).free / 1e6
     return (
-        f"batches: {kept} of {config.steps} are kept, each of about {each:,.1f} MB and its "
-        f"episodes, {each * kept:,.0f} MB together in {run / BATCHES} ({free:,.0f} MB are free)"
+        f"batches: {count} of {config.steps} are kept, each of about {each:,.1f} MB and its "
+        f"episodes, {each * count:,.0f} MB together in {run / BATCHES} ({free:,.0f} MB are free)"
     )
 
 
@@ -187,15 +192,15 @@ def read_batch(run: str | Path, step: int | None = None) -> KeptBatch:
     path, folder = Path(run), find_batch(run, step)
     checkpoint = read_checkpoint(folder)
     try:
-        kept = checkpoint.numbers["batch"]
-        groups = _groups(folder / EPISODES, kept["episodes"])
+        numbers = checkpoint.numbers["batch"]
+        groups = _groups(folder / EPISODES, numbers["episodes"])
         return KeptBatch(
             run=path,
             checkpoint=checkpoint,
             groups=groups,
-            metrics={str(name): float(value) for name, value in kept["metrics"].items()},
-            seed=int(kept["seed"]),
-            digest=str(kept["digest"]),
+            metrics={str(name): float(value) for name, value in numbers["metrics"].items()},
+            seed=int(numbers["seed"]),
+            digest=str(numbers["digest"]),
         )
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise OutputError(f"{str(folder)!r} is damaged: {error}; expected a kept batch") from error
@@ -208,8 +213,8 @@ def _groups(path: Path, rest: Sequence[Mapping[str, Any]]) -> list[Group]:
     groups = to_groups(Episodes(table, {}))
     if (count := sum(len(group.episodes) for group in groups)) != len(rest):
         raise ValueError(f"{path.name} has {count} episodes, and state.json {len(rest)}")
-    left = iter(rest)
-    return [replace(g, episodes=tuple(_whole(e, next(left)) for e in g.episodes)) for g in groups]
+    rests = iter(rest)
+    return [replace(g, episodes=tuple(_whole(e, next(rests)) for e in g.episodes)) for g in groups]
 
 
 def _rest(episode: Episode) -> dict[str, Any]:
@@ -226,11 +231,11 @@ def _whole(episode: Episode, rest: Mapping[str, Any]) -> Episode:
     """Returns an episode with its `_rest`."""
 
     def turn(old: Turn, values: Mapping[str, Any]) -> Turn:
-        known: Any = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+        info: Any = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
         for name in ("token_mask", "token_advantages"):
-            if name in known and len(known[name]) != len(old.action_ids):
-                raise ValueError(f"{name} has {len(known[name])} values")
-        return replace(old, info=replace(old.info, **{n: known[n] for n in _INFO if n in known}))
+            if name in info and len(info[name]) != len(old.action_ids):
+                raise ValueError(f"{name} has {len(info[name])} values")
+        return replace(old, info=replace(old.info, **{n: info[n] for n in _INFO if n in info}))
 
     turns = tuple(turn(*pair) for pair in zip(episode.turns, rest["turns"], strict=True))
     return replace(episode, turns=turns, reset=replace(episode.reset, extra=dict(rest["reset"])))

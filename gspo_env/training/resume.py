@@ -132,8 +132,8 @@ class Checkpoint:
             ModelError: It is another one.
         """
         if fingerprint(model) != self.numbers["fingerprint"]:
-            made = "of the recipe" if self.in_imitation else "in checkpoints/start"
-            source = self.numbers["model"] or made
+            place = "of the recipe" if self.in_imitation else "in checkpoints/start"
+            source = self.numbers["model"] or place
             raise ModelError(
                 f"the model {source!r} has other weights than when the run {str(run)!r} began; "
                 "expected the same"

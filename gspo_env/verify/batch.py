@@ -233,7 +233,7 @@ def _by_token(
         at = [n for n, place in enumerate(places) if place == turn]
         if at:
             sampled.append((at[0], list(record.action_ids)))
-        known = record.advantages or [None] * len(at)
-        for n, value, advantage in zip(at, record.engine_logprobs, known, strict=True):
+        credit = record.advantages or [None] * len(at)
+        for n, value, advantage in zip(at, record.engine_logprobs, credit, strict=True):
             logprobs[n], advantages[n] = value, advantage
     return {"mask": mask, "logprobs": logprobs, "advantages": advantages, "sampled": sampled}

@@ -124,20 +124,22 @@ def verify(batch: Batch, decode: Decode | None = None, model: Any = None) -> lis
     if not batch.rows:
         return [Finding(name="empty", text="The batch has no rows.", advice="Write all rows.")]
     whole = [n for n, row in enumerate(batch.rows) if not _wrong_lengths(row)]
-    found: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    examples: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for n, row in enumerate(batch.rows):
         if example := _wrong_lengths(row):
-            found["lengths"].append((n, example))
+            examples["lengths"].append((n, example))
     for n in whole:
         for name, example in _of_row(batch.rows[n], decode):
-            found[name].append((n, example))
+            examples[name].append((n, example))
     for name, n, example in _of_groups(batch, whole):
-        found[name].append((n, example))
+        examples[name].append((n, example))
     if model is not None:
         for n in whole:
-            if named := _of_model(batch.rows[n], model, batch.temperature):
-                found[named[0]].append((n, named[1]))
-    findings = [_finding(name, found[name], len(batch.rows)) for name in _FAULTS if found[name]]
+            if fault := _of_model(batch.rows[n], model, batch.temperature):
+                examples[fault[0]].append((n, fault[1]))
+    findings = [
+        _finding(name, examples[name], len(batch.rows)) for name in _FAULTS if examples[name]
+    ]
     return findings + [
         Finding(name="not judged", text=t, ok=True) for t in _unjudged(batch, decode, model)
     ]
@@ -246,9 +248,13 @@ def _of_groups(batch: Batch, whole: Sequence[int]) -> Iterator[tuple[str, int, s
             if seed is not None and by_seed[seed] > 1:
                 yield "seeds", n, f"seed {batch.rows[n].seed} in group {batch.rows[n].group!r}"
         prompts = {owner[n]: _first_prompt(batch.rows[n]) for n in reversed(numbers)}
-        known = {prompt for prompt in prompts.values() if prompt is not None}
-        if len(known) > 1:
-            yield "mixed_groups", numbers[0], f"group {rows[0].group!r} has {len(known)} prompts"
+        different = {prompt for prompt in prompts.values() if prompt is not None}
+        if len(different) > 1:
+            yield (
+                "mixed_groups",
+                numbers[0],
+                f"group {rows[0].group!r} has {len(different)} prompts",
+            )
         scored = {owner[n]: batch.rows[n].reward for n in numbers if not batch.rows[n].failed}
         rewards = {o: r for o, r in scored.items() if r is not None and math.isfinite(r)}
         varies = len(set(rewards.values())) > 1

@@ -57,7 +57,7 @@ class AgentDojoEnv(InstanceEnv):
         self._block = _load("agentdojo.types").text_content_block_from_string
         self.inject = inject
         self._attacker: Any = None
-        self._made: dict[str | None, Any] = {}
+        self._states: dict[str | None, Any] = {}
         """The suite's environment, by the attacker's text in it."""
         tasks = [{"id": name} for name in self._suite.user_tasks]
         super().__init__(tasks, exclude_free=exclude_free, max_turns=max_turns)
@@ -78,10 +78,10 @@ class AgentDojoEnv(InstanceEnv):
         self._task = self._suite.user_tasks[task["id"]]
         goal = _ATTACK.format(goal=self._attacker.GOAL) if self._attacker else None
         places = self._suite.get_injection_vector_defaults() if goal else {}
-        if goal not in self._made:  # reading its YAML takes half a second
-            made = self._suite.load_and_inject_default_environment(dict.fromkeys(places, goal))
-            self._made[goal] = made
-        self._now = self._task.init_environment(self._made[goal].model_copy(deep=True))
+        if goal not in self._states:  # reading its YAML takes half a second
+            texts = dict.fromkeys(places, goal)
+            self._states[goal] = self._suite.load_and_inject_default_environment(texts)
+        self._now = self._task.init_environment(self._states[goal].model_copy(deep=True))
         self._before = self._now.model_copy(deep=True)
         self._calls: list[Any] = []
         self._text, self._attacked = "", False

@@ -103,13 +103,13 @@ class BFCLEnv(InstanceEnv):
         return [json.loads(line) for line in text.splitlines() if line]
 
     def _instances(self) -> dict[str, Any]:
-        made = {}
+        instances = {}
         for name in self._task["involved_classes"]:
-            made[name] = getattr(_load(self._files[name]), name)()
-            if hasattr(made[name], "_load_scenario"):
+            instances[name] = getattr(_load(self._files[name]), name)()
+            if hasattr(instances[name], "_load_scenario"):
                 config = copy.deepcopy(self._task["initial_config"].get(name, {}))
-                made[name]._load_scenario(config, long_context=self._long)
-        return made
+                instances[name]._load_scenario(config, long_context=self._long)
+        return instances
 
     def _message(self) -> str:
         return "\n".join(m["content"] for m in self._task["question"][self._turn]) or _MORE
@@ -151,9 +151,9 @@ class BFCLEnv(InstanceEnv):
             expected.append(_run(next(filter(None, methods)), arguments))
         if gold and not self._called:
             return False
-        same = self._checker.state_checker(self._ours, self._theirs)["valid"]
-        told = self._checker.response_checker(self._results, expected, self._turn)["valid"]
-        return not gold or bool(same and told)
+        state = self._checker.state_checker(self._ours, self._theirs)["valid"]
+        responses = self._checker.response_checker(self._results, expected, self._turn)["valid"]
+        return not gold or bool(state and responses)
 
     def _read(self, call: str) -> tuple[str, dict[str, Any]]:
         """Returns a call that the wheel has as Python code."""

@@ -51,12 +51,12 @@ class InstanceEnv(ToolEnv):
         self.free = [self.name_of(tasks[n]) for n in range(len(tasks)) if self._is_free(n)]
         """The names of the tasks that pay for no work."""
         if self.free and exclude_free:
-            kept = [task for task in tasks if self.name_of(task) not in self.free]
+            others = [task for task in tasks if self.name_of(task) not in self.free]
             logger.warning(
                 "%s leaves out %d of %d tasks that pay for no call at all (exclude_free)",
                 *(type(self).__name__.removesuffix("Env"), len(self.free), len(tasks)),
             )
-            self._rows = TaskRows(kept)
+            self._rows = TaskRows(others)
         self.num_tasks, self.num_eval_tasks = len(self._rows), self._rows.num_held_out
 
     @abstractmethod
