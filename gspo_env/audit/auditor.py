@@ -176,7 +176,9 @@ class _Auditor:
             experts = self.demonstrations(tasks)
             groups = [self.members(task, experts.get(task.seed)) for task in tasks]
             by_name = {name: [group[name] for group in groups] for name in groups[0]}
-            refuse_failures([e for episodes in by_name.values() for e in episodes])
+            episodes = [e for row in by_name.values() for e in row]
+            refuse_failures(episodes)
+            failures = sum(episode.failed for episode in episodes)
             every = [
                 Group(task=t, episodes=tuple(g.values()))
                 for t, g in zip(tasks, groups, strict=True)
@@ -190,7 +192,9 @@ class _Auditor:
             free = [
                 key
                 for key, group in zip(looks, groups, strict=True)
-                if any(self.reward(group[n]) >= self.goal(group) for n in IDLE if n in group)
+                if any(
+                    self.reward(group[n]) >= self.goal(group) and not group[n].failed for n in IDLE
+                )
             ]
             odd = self.disagreements([e for episodes in by_name.values() for e in episodes])
             checks = (
@@ -210,7 +214,8 @@ class _Auditor:
             score=self.score,
             gold=self.gold,
             tasks=len(tasks),
-            facts=self.facts(bool(experts), speed),
+            facts=self.facts(bool(experts), speed)
+            | ({"failed episodes": f"{failures} of {len(episodes)}"} if failures else {}),
             rows=tuple(rows.values()),
             findings=tuple(finding for finding in checks if finding is not None),
             free=tuple(free),
@@ -297,10 +302,10 @@ class _Auditor:
         """Returns the row of a policy."""
         played = [episode for episode in episodes if not episode.failed]
         shares = self.share(played)
-        low, high = interval(shares)
+        low, high = interval(shares) if played else (0.0, 1.0)  # the environment failed in all
         return Row(
             name=name,
-            share=float(shares.mean()),
+            share=mean(shares),
             low=low,
             high=high,
             success=mean(bool(e.success) for e in played),
@@ -368,7 +373,7 @@ class _Auditor:
         for name, values in gaps.items():
             for idle, *attempts in zip(by_name[name], *tries, strict=True):
                 lost = [self.reward(e) for e in attempts if not e.success and not e.failed]
-                values += [self.reward(idle) - mean(lost)] if lost else []
+                values += [self.reward(idle) - mean(lost)] if lost and not idle.failed else []
         name, values = max(gaps.items(), key=lambda item: mean(item[1]))
         if mean(values) <= allow * abs(self.gold) or interval(values)[0] <= 0:
             return None

@@ -296,7 +296,10 @@ def read_options(name: str, command: T, arguments: Sequence[str]) -> T:
             off = ["false"] * (option not in defaults)
             texts[option.removeprefix("no_")] = [value] if equals else off
         elif option in defaults and option != place and tyro.conf.Suppress not in marks[option]:
-            values = [value] if equals else _take(words, several=option in several)
+            # a flag that is repeated for more leaves the word behind its value to the place
+            repeated = place and tyro.conf.UseAppendAction in marks[option]
+            more = option in several and not repeated
+            values = [value] if equals else _take(words, several=more)
             texts[option] = (texts[option] if option in several else []) + values
         else:
             raise ConfigError(_unknown(name, word, place, defaults))

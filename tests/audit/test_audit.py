@@ -245,6 +245,26 @@ def test_reward_and_success_that_disagree_are_shown_and_the_page_has_no_markup_o
     ]
 
 
+class Raises(Sums):
+    """Fails on long actions."""
+
+    def step(self, action):
+        if len(action) > 60:
+            raise RuntimeError("not understood")
+        return super().step(action)
+
+
+def test_an_attacker_that_only_makes_the_environment_fail_has_no_share_and_an_open_interval():
+    result = audit(Raises, tasks=4, train=0)
+    rows = {row.name: row for row in result.rows}
+    assert (rows["long text"].share, rows["long text"].low, rows["long text"].high) == (0, 0, 1)
+    assert rows["expert (gold)"].share == 1
+    assert not result.free
+    failures, of, _ = result.facts["failed episodes"].partition(" of ")
+    assert of
+    assert int(failures) >= 4
+
+
 def test_the_same_audit_twice_is_the_same_and_one_more_is_allowed():
     first, again = audit(Format, tasks=4), audit(Format, tasks=4)
     assert (first.rows, first.findings) == (again.rows, again.findings)

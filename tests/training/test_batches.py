@@ -148,7 +148,7 @@ def test_the_gradient_of_the_runs_own_settings_is_that_of_its_update(plain, monk
     (effect,) = batch.effects({"own": batch.own}).values()
     whole = batch.update(override(batch.own, {"learner": {"minibatches": 1}}))
     assert effect.norm == pytest.approx(whole.metrics["train/grad_norm"], rel=1e-5)
-    main(["whatif", str(plain), "--arm", "loss=grpo,cispo", "--json", "numbers.json"])
+    main(["whatif", "--arm", "loss=grpo,cispo", str(plain), "--json", "numbers.json"])
     assert "| cispo |" in capsys.readouterr().out
     numbers = json.loads(Path("numbers.json").read_text())
     assert list(numbers) == ["the run's own", "grpo", "cispo"]
