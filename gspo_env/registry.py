@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
+from threading import RLock
 from types import ModuleType
 from typing import Any
 
@@ -88,6 +89,7 @@ _BASES = {
 _METHODS = {"engine": "start", "loss": "compute", "recipe": "build", "tracker": "start"}
 """The one method of the kinds without a base class."""
 _NAMES: dict[type, str] = {}
+_LOADING: dict[str, RLock] = {}
 
 
 def names(kind: str) -> list[str]:
@@ -227,9 +229,10 @@ def load_module(where: str) -> ModuleType:
     source = path.read_bytes()
     digest = hashlib.sha256(str(path).encode() + b"\0" + source).hexdigest()[:12]
     name = f"gspo_env_file_{path.stem}_{digest}"
-    if name not in sys.modules:
-        _execute(name, path, source)
-    return sys.modules[name]
+    with _LOADING.setdefault(name, RLock()):  # other threads wait for all of it
+        if name not in sys.modules:
+            _execute(name, path, source)
+        return sys.modules[name]
 
 
 def _add_path(folder: str) -> None:

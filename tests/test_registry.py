@@ -4,6 +4,7 @@ import dataclasses
 import math
 import pickle
 import typing
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ from support.jails import run_python
 
 from gspo_env.config import Config
 from gspo_env.errors import ConfigError
-from gspo_env.registry import BUILTIN, _plugins, find, name_of, names
+from gspo_env.registry import BUILTIN, _plugins, find, load_module, name_of, names
 from gspo_env.settings import settings
 
 PLUGIN = """
@@ -48,6 +49,20 @@ def test_a_plugins_class_is_found_by_its_entry_point_and_keeps_its_name(plugin):
     assert name_of("advantage", flat(level=2.0)) == "flat"
     with pytest.raises(ConfigError, match="did you mean flat"):
         find("advantage", "flats")
+
+
+def test_threads_that_load_a_file_at_once_all_get_the_whole_module(tmp_path):
+    files = [tmp_path / name for name in ("one.py", "two.py")]
+    for file in files:
+        file.write_text("import time\ntime.sleep(0.2)\nruns = object()\n")
+    with ThreadPoolExecutor(4) as threads:
+        runs = list(threads.map(lambda file: load_module(str(file)).runs, files * 2))
+    assert runs[:2] == runs[2:]
+    assert runs[0] is not runs[1]
+    files[0].write_text("raise OSError('no shop')")
+    for _ in range(2):  # a file that failed runs again
+        with pytest.raises(ImportError, match="no shop"):
+            load_module(str(files[0]))
 
 
 @pytest.mark.parametrize("kind", sorted(BUILTIN))
