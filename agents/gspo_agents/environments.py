@@ -14,7 +14,7 @@ from typing import Any
 from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment, attribute, num_eval_tasks
 from gspo_env.env.info import declared_score
-from gspo_env.env.registration import Member, label, resolve_env
+from gspo_env.env.registration import Member, find_spec, label
 from gspo_env.errors import ConfigError
 from gspo_env.rollout.failures import FaultLog, close_quietly
 from gspo_env.rollout.play import try_out
@@ -150,11 +150,11 @@ class Environments:
 
         They may have the same tasks, such as rows with another reward function.
         """
-        ids = [resolve_env(member.spec) for member in self.members.values()]
-        held: dict[str, frozenset[str]] = dict.fromkeys(ids, frozenset())
-        for spec, split in zip(ids, splits, strict=True):
-            held[spec] = held[spec].union(*split.held_out.values())
+        kinds = [find_spec(member.spec).entry_point for member in self.members.values()]
+        held: dict[Any, frozenset[str]] = dict.fromkeys(kinds, frozenset())
+        for kind, split in zip(kinds, splits, strict=True):
+            held[kind] = held[kind].union(*split.held_out.values())
         return [
-            replace(split, held_out={env_id: held[spec]} if held[spec] else {})
-            for env_id, spec, split in zip(self.members, ids, splits, strict=True)
+            replace(split, held_out={env_id: held[kind]} if held[kind] else {})
+            for env_id, kind, split in zip(self.members, kinds, splits, strict=True)
         ]

@@ -145,7 +145,7 @@ def audit(
         )
     env_id, thread = resolve_env(env), EnvThread()
     try:
-        instance = thread.guard(env_id, timeout, make_env, env_id, **(env_kwargs or {}))
+        instance = thread.guard(env_id, timeout, make_env, env, **(env_kwargs or {}))
         auditor = _Auditor(env_id, instance, seed, max_turns)
         try:
             return thread.guard(env_id, timeout, auditor.result, tasks, allow, gold, train)

@@ -73,8 +73,8 @@ class Play:
         if self.model:
             self._watch()
             return
-        env_id = resolve_env(self.env or "gspo/Lookup-v0")
-        env = make_env(env_id, **self.env_kwargs)
+        spec = self.env or "gspo/Lookup-v0"
+        env_id, env = resolve_env(spec), make_env(spec, **self.env_kwargs)
         try:
             print(_HELP)
             _end(play_now(env, Task(env_id=env_id, seed=self.seed), _ask))

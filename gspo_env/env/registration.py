@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
+from threading import Lock
 from typing import Any
 
 import gymnasium
-from gymnasium.envs.registration import load_env_creator, registry
+from gymnasium.envs.registration import EnvSpec, load_env_creator, registry
 from gymnasium.spaces import Text
 
 from gspo_env.env.base import MAX_OBSERVATION, METHODS, UnicodeText
@@ -70,6 +71,7 @@ _NAME = re.compile(r"[\w.-]+")
 _RESERVED = ("forks", "option", "reward", "stop")
 """Names of metrics of ours that follow `rollout/` or `eval/`."""
 _OURS: dict[str, None] = {}
+_REGISTERING = Lock()
 
 
 def register_builtin() -> None:
@@ -93,6 +95,14 @@ def resolve_env(spec: str | type) -> str:
         ConfigError: It is neither text nor the class of an environment.
         UnknownEnvironmentError: Nothing has that name.
     """
+    return find_spec(spec).id
+
+
+def find_spec(spec: str | type) -> EnvSpec:
+    """Returns Gymnasium's description of an environment specification; see `resolve_env`.
+
+    Its id may be that of another class of the same name a moment later.
+    """
     if env_class := _env_class(spec):
         registered = registry.get(_class_id(env_class))
         before = registered.entry_point if registered else env_class
@@ -105,8 +115,8 @@ def resolve_env(spec: str | type) -> str:
             f"env is {reprlib.repr(spec)} of type {type(spec).__name__}; expected an id, "
             "FILE.py:CLASS or a class of environments"
         )
-    if spec in registry:
-        return spec
+    if found := registry.get(spec):
+        return found
     source, separator, name = spec.rpartition(":")
     if not separator and spec.endswith(".py"):
         raise UnknownEnvironmentError(f"{spec!r} names no class; expected {spec}:ClassName.")
@@ -125,7 +135,7 @@ def resolve_env(spec: str | type) -> str:
         ) from error
     if name in registry:
         _OURS[name] = None
-        return name
+        return registry[name]
     env_class = _env_class(getattr(module, name, None))
     if env_class is None:
         names = [key for key, value in vars(module).items() if _is_own(value, module.__name__)]
@@ -152,7 +162,8 @@ def make_env(spec: str | type, **kwargs: Any) -> gymnasium.Env[str, str]:
         ConfigError: It is not a specification, or the environment does not take the arguments.
         EnvironmentContractError: Its observations or actions are not text.
     """
-    env_id = resolve_env(spec)
+    found = find_spec(spec)
+    env_id = found.id
     if lost := find_mark(kwargs):
         raise ConfigError(
             f"{env_id}: {lost} was redacted when it was saved; expected the value again, or, in a "
@@ -161,9 +172,7 @@ def make_env(spec: str | type, **kwargs: Any) -> gymnasium.Env[str, str]:
     longest = _check_longest(kwargs.pop("max_observation", None))
     try:
         with constructing():
-            env: gymnasium.Env[Any, Any] = gymnasium.make(
-                env_id, disable_env_checker=True, **kwargs
-            )
+            env: gymnasium.Env[Any, Any] = gymnasium.make(found, disable_env_checker=True, **kwargs)
     except GspoEnvError:
         raise
     except (Exception, SystemExit) as error:
@@ -279,14 +288,15 @@ def _load_entry_points() -> None:
         _OURS.update(dict.fromkeys(set(registry) - before))
 
 
-def _register_class(env_class: Any) -> str:
+def _register_class(env_class: Any) -> EnvSpec:
     env_id = _class_id(env_class)
-    if env_id in registry and registry[env_id].entry_point is not env_class:
-        del registry[env_id]
-    if env_id not in registry:
-        gymnasium.register(id=env_id, entry_point=env_class)
-    _OURS[env_id] = None
-    return env_id
+    with _REGISTERING:
+        if env_id in registry and registry[env_id].entry_point is not env_class:
+            del registry[env_id]
+        if env_id not in registry:
+            gymnasium.register(id=env_id, entry_point=env_class)
+        _OURS[env_id] = None
+        return registry[env_id]
 
 
 def _class_id(env_class: Any) -> str:

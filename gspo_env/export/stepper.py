@@ -46,7 +46,7 @@ class Stepper:
         """Makes the environment."""
         register_builtin()
         self.env_id = resolve_env(env)
-        self.env: TextEnvironment = make_env(self.env_id, **env_kwargs)
+        self.env: TextEnvironment = make_env(env, **env_kwargs)
         self.episode: Episode | None = None
         """The episode, once it is over."""
         self.observation = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint
 
 import gymnasium
@@ -114,6 +115,26 @@ def test_another_class_with_the_name_of_the_first_is_said(caplog):
         assert len(caplog.records) == lines
     assert "custom/Twice-v0 is now" in caplog.text
     assert caplog.text.rstrip().endswith("a.Twice")
+
+
+def test_threads_get_their_own_of_two_files_classes_of_one_name(tmp_path):
+    words = ["apple", "pear"]
+    for word in words:
+        (tmp_path / f"{word}.py").write_text(
+            f"from support.small_env import Small\n\nclass Shop(Small):\n    word = {word!r}\n"
+        )
+
+    def made(word: str) -> set[str]:
+        spec = f"{tmp_path / word}.py:Shop"
+        return {gspo_env.make_env(spec).get_wrapper_attr("word") for _ in range(300)}
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(made, words * 2)) == [{word} for word in words * 2]
+    finally:
+        sys.setswitchinterval(before)
 
 
 @pytest.mark.parametrize("suffix", [".py", ""])

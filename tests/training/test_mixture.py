@@ -26,6 +26,14 @@ def folder(tmp_path, in_folder):
     return tmp_path
 
 
+def test_two_files_classes_of_one_name_hold_out_their_own_tasks(folder):
+    (folder / "three.py").write_text((folder / "two.py").read_text())
+    for files, alike in ((("two.py", "three.py"), False), (("two.py", "two.py"), True)):
+        env = (f"a={files[0]}:Turns:3", f"b={files[1]}:Turns:1")
+        held = GSPOAgent(config=drawn(env=env, output="out")).split().held_out
+        assert (held["a"] == held["b"]) is alike
+
+
 def test_a_run_of_two_environments_has_the_tasks_scores_and_metrics_of_each(folder, capsys):
     agent = GSPOAgent(config=mixed(output="out", env_kwargs={"Turns": {"bonus": 0.5}}))
     assert {e.task.env_id for e in agent._start.episodes} == {"Turns", "last"}
