@@ -99,6 +99,9 @@ class Config:
     eval_tasks: Annotated[int, Ge(0)] | Literal["all"] = 0
     """Held-out tasks of an evaluation; 0 takes 256, or 32 for a model of more than 5 million
     weights on a CPU, and `all` those of an environment that has a list of them."""
+    stop_at_success: Annotated[float, Interval(ge=0, le=1)] = 0.0
+    """End the run after the first evaluation, that before training excepted, whose `eval/success`
+    is at least this; 0 trains all steps."""
     strict: bool = False
     """Stop with an error where a run would only warn that it learns nothing so far."""
     output: str = ""

@@ -128,8 +128,8 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
 """Values of the settings that are numbers, the usual one first."""
 CONSTANT = {
     "": (
-        "env env_kwargs model seed steps eval_every eval_tasks strict output checkpoints "
-        "episodes recipe tracker "
+        "env env_kwargs model seed steps stop_at_success eval_every eval_tasks strict output "
+        "checkpoints episodes recipe tracker "
     ),
     "rollout": (
         "episode_timeout concurrency max_retries max_env_error_rate workers ray_address "

@@ -295,7 +295,7 @@ class GSPOAgent:
             self.config = reporter.config
             # before the environments close, which may raise
             reporter.save(history, self.env_id, self._write_run)
-            tracker.finish("FINISHED" if loop.step == config.steps else "KILLED")
+            tracker.finish("FINISHED" if loop.complete else "KILLED")
         return history
 
     def _add_adapter(self) -> None:

@@ -190,7 +190,7 @@ class Reporter:
         )
         for name in (CONFIG, path.name, page.name):
             self._tracker.artifact(folder / name)
-        if step == self.config.steps:  # a model that is registered has all steps
+        if record.is_complete(step):  # a model that is registered has all steps
             self._tracker.artifact(folder / MODEL, MODEL)
 
     def end(self, history: History, split: Split, skipped_demonstrations: int) -> None:
@@ -201,8 +201,8 @@ class Reporter:
             split: The tasks of the evaluation.
             skipped_demonstrations: Demonstrations of held-out tasks.
         """
-        step, steps = history[-1][0], self.config.steps
-        if step < steps:
+        step, steps, stop = history[-1][0], self.config.steps, self.config.stop_at_success
+        if not Run.in_progress(self.config, history).is_complete(step):
             folder = self._checkpoints.run
             lines = [
                 self._checkpoints.stopped(step, steps),
@@ -211,7 +211,13 @@ class Reporter:
         else:
             lines = results(history, split, skipped_demonstrations, start_of(self.config))
             folder, encoding = self._checkpoints.run, self._progress.encoding
-            lines += closing(history, folder, encoding, tasks=len(split.tasks))
+            more = "--stop-at-success 0" if step < steps else ""
+            if more:
+                lines = [
+                    f"Stopped after step {step} of {steps}: success {stop:.1%} reached.",
+                    *lines,
+                ]
+            lines += closing(history, folder, encoding, tasks=len(split.tasks), more=more)
         lines += self._tracker.problems
         if self._tracker.how_to_look:
             lines.append(f"Tracked: {self._tracker.how_to_look}")

@@ -80,7 +80,7 @@ def _flag(kind: str, choice: Any) -> str:
 
 
 def closing(
-    history: History, folder: Path, encoding: str = "utf-8", *, tasks: int = 0
+    history: History, folder: Path, encoding: str = "utf-8", *, tasks: int = 0, more: str = ""
 ) -> list[str]:
     """Returns the curve of a finished run, and the commands for the next steps.
 
@@ -90,6 +90,7 @@ def closing(
         encoding: The terminal's encoding.
         tasks: Episodes of an evaluation. The best checkpoint is named if it exists and is better
             than the last.
+        more: The flag with which a resumed run has steps left; by default twice the steps.
     """
     evaluations = [(step, m) for step, m in history if "eval/success" in m]
     # the return, where success never changes
@@ -108,7 +109,7 @@ def closing(
         *_better_checkpoint(history, folder, tasks),
         f"View:      gspo-env view {run}",
         f"Evaluate:  gspo-env evaluate {run}",
-        f"Resume:    gspo-env train --resume {run} --steps {2 * history[-1][0] or 1}",
+        f"Resume:    gspo-env train --resume {run} {more or f'--steps {2 * history[-1][0] or 1}'}",
     ]
 
 

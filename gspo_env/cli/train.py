@@ -19,8 +19,9 @@ class Train(Run):
     """Train a policy with GSPO on a text environment."""
 
     resume: str = ""
-    """Folder of a run to resume with its settings. Only `--steps`, `--save-every` and `--keep` can
-    change, and `--env FILE.py:CLASS` if the file of its environment was changed or moved."""
+    """Folder of a run to resume with its settings. Only `--steps`, `--stop-at-success`,
+    `--save-every` and `--keep` can change, and `--env FILE.py:CLASS` if the file of its environment
+    was changed or moved."""
 
     @classmethod
     def saved(
@@ -70,8 +71,10 @@ class Train(Run):
             return
         agent = kind.resume(run, config, **together)
         if agent.finished:
-            steps = agent.config.steps
-            print(f"{run} is finished: all {steps} steps are done; --steps adds more")
+            from gspo_env import runs
+
+            flags = "--stop-at-success 0 or --steps" if agent.config.stop_at_success else "--steps"
+            print(f"{run} is finished: {runs.Run.open(run).progress}; {flags} adds more")
         else:
             agent.train()
 

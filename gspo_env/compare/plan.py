@@ -76,6 +76,12 @@ class Comparison:
             for arm in self.arms:
                 changed = change(problem, arm.changes)
                 _refuse_other_tasks(problem, changed, arm.name)
+                if changed.stop_at_success:
+                    raise ConfigError(
+                        f"stop_at_success is {changed.stop_at_success} in arm {arm.name!r}, whose "
+                        "last step would be another than that of other runs; expected 0, and "
+                        "--target to count the episodes until a success"
+                    )
                 check_estimator(changed)
         if len(names) < 2 or twice is not None:  # after the arms, one of which may be misspelled
             raise ConfigError(

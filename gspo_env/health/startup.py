@@ -56,6 +56,11 @@ def check_config(config: Config, *, ranks: bool = False) -> None:
     if config.output:
         check_output(config.output)
     check_player(config, ranks=ranks)
+    if config.stop_at_success and not config.eval_every:
+        raise ConfigError(
+            f"stop_at_success is {config.stop_at_success} and eval_every is 0, so that nothing is "
+            "evaluated before the last step; expected --eval-every of at least 1"
+        )
     config.learner.require()
     check_trackers(config.tracker)
 

@@ -15,7 +15,7 @@ import logging
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -62,6 +62,18 @@ History = Sequence[tuple[int, Mapping[str, float]]]
 """The metrics of each step."""
 Points = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """Steps and values of each metric."""
+
+
+def is_complete(step: int, success: float, steps: float, stop_at_success: float) -> bool:
+    """Returns whether a run ends after a step.
+
+    Args:
+        step: The step.
+        success: The success of its evaluation; 0 without one.
+        steps: The setting.
+        stop_at_success: The setting.
+    """
+    return step >= steps or (step > 0 and 0 < stop_at_success <= success)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,10 +127,10 @@ class Run:
             raise OutputError(f"{str(folder)!r} has no {METRICS}; expected the folder of a run")
         check_folder(path)
         config = read_text(path / CONFIG)
-        settings = _settings(config)
-        return cls.of(
+        settings, points = _settings(config), _read_points(path)
+        run = cls.of(
             settings,
-            _read_points(path),
+            points,
             folder=path,
             name=path.resolve().name,
             config=config,
@@ -126,8 +138,11 @@ class Run:
             warnings=tuple(line for line in read_text(path / WARNINGS).splitlines() if line),
             failure=read_text(path / FAILURE).strip(),
             environment_error=read_text(path / ENVIRONMENT_ERROR).strip(),
-            finished=_is_finished(path, settings),
         )
+        # `compare` keeps no model
+        done = saved_step(path / MODEL)
+        finished = (path / MODEL).is_dir() and (done is None or run.is_complete(done))
+        return replace(run, finished=finished)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], points: Points, **fields: Any) -> Self:
@@ -273,18 +288,27 @@ class Run:
         success = [e.success for e in self.evaluations[-1:]]
         return max([*success, self.late("rollout/success") or 0.0]) >= _SOLVED
 
+    def is_complete(self, step: int) -> bool:
+        """Returns whether the run ends after a step."""
+        success = next((e.success for e in self.evaluations if e.step == step), 0.0)
+        steps, stop = self.number("steps") or 0.0, self.number("stop_at_success") or 0.0
+        return is_complete(step, success, steps, stop)
+
     @property
     def progress(self) -> str:
         """The steps that were logged, of those that the settings ask for."""
         done, planned = int(max(self.steps, default=0)), self.number("steps")
-        return f"{done} steps" if planned is None else f"{done} of {planned:.0f} steps"
+        if planned is None:
+            return f"{done} steps"
+        reached = ", stop_at_success reached" if done < planned and self.is_complete(done) else ""
+        return f"{done} of {planned:.0f} steps{reached}"
 
     @property
     def state(self) -> str:
         """Says in a few words how far the run came."""
         if self.failure:
             return f"{self.progress}, ended by an error"
-        if max(self.steps, default=0) < (self.number("steps") or 0):
+        if not self.is_complete(int(max(self.steps, default=0))):
             return f"{self.progress}, stopped early or still running"
         return (
             self.progress if self.finished else f"{self.progress}, no trained model in the folder"
@@ -344,13 +368,6 @@ def _settings(text: str) -> dict[str, Any]:
         return flatten(parse_toml(text))
     except (ValueError, RecursionError):
         return {}
-
-
-def _is_finished(folder: Path, settings: Mapping[str, Any]) -> bool:
-    if not (folder / MODEL).is_dir():
-        return False
-    done, steps = saved_step(folder / MODEL), settings.get("steps")
-    return done is None or not isinstance(steps, int) or done >= steps  # `compare` keeps no model
 
 
 def read_text(path: Path) -> str:

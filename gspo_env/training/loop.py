@@ -24,7 +24,7 @@ from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.runs.names import AS_SHIPPED
-from gspo_env.runs.run import History
+from gspo_env.runs.run import History, is_complete
 from gspo_env.seeding import derive_seed, generator_states, set_generator_states
 from gspo_env.tracking.console import part
 from gspo_env.training.checkpoints import CheckpointWriter
@@ -114,6 +114,12 @@ class Loop:
         )
         self.buffer = RolloutBuffer(config, playing, self.tasks, self.scores, self.split.held_out)
 
+    @property
+    def complete(self) -> bool:
+        """Whether there is no step left."""
+        success = self.history[-1][1].get("eval/success", 0.0)
+        return is_complete(self.step, success, self.config.steps, self.config.stop_at_success)
+
     async def train(self) -> History:
         """Runs the steps that are left, until it is interrupted; returns the metrics of each.
 
@@ -127,9 +133,7 @@ class Loop:
                 # before the evaluation, whose episodes the first step needs
                 await self._save(must=True)
                 before = await self._evaluate()
-            while self.step < self.config.steps and not (
-                self.writer and self.writer.interrupt.requested
-            ):
+            while not self.complete and not (self.writer and self.writer.interrupt.requested):
                 await self._train_step(before)
                 before = ()
         finally:

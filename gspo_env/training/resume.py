@@ -28,6 +28,7 @@ from gspo_env.files import (
     step_folders,
 )
 from gspo_env.registry import BUILTIN, name_of
+from gspo_env.runs.run import is_complete
 from gspo_env.saved import (
     SavedSettings,
     check_model,
@@ -57,6 +58,7 @@ _MAX_MANIFEST, MAX_STATE = 1 << 20, 1 << 28
 """Bytes of `manifest.json` and of `state.json` that are read."""
 _CHANGEABLE = (
     "steps",
+    "stop_at_success",
     "checkpoints.",
     "episodes.",
     "engine.addresses",
@@ -170,9 +172,14 @@ class Resumed:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done and the model is written."""
-        step = self.checkpoint.step
-        return step >= self.config.steps and saved_step(self.checkpoints.run / MODEL) == step
+        """Whether no step is left and the model is written."""
+        checkpoint, config = self.checkpoint, self.config
+        if checkpoint.in_imitation or saved_step(self.checkpoints.run / MODEL) != checkpoint.step:
+            return False
+        with checkpoint.reading() as numbers:
+            metrics = dict(numbers["history"][-1][1]) if checkpoint.step else {}
+            success = float(metrics.get("eval/success", 0.0))
+            return is_complete(checkpoint.step, success, config.steps, config.stop_at_success)
 
     @property
     def recorded(self) -> dict[str, int]:
@@ -360,8 +367,8 @@ def changed_config(
     config: Config | None,
     may_change: Callable[[str], bool] = lambda name: name.startswith(_CHANGEABLE),
     hint: str = (
-        "in the run that is resumed; only steps, what is kept, addresses and workers may change: "
-        "start a new run for another value"
+        "in the run that is resumed; only steps, stop_at_success, what is kept, addresses and "
+        "workers may change: start a new run for another value"
     ),
 ) -> Config:
     """Returns a config, or else that of a checkpoint, if the two differ only where they may.

@@ -9,6 +9,7 @@ from support.runs import drawn, timeless
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
+from gspo_env.runs import Run
 from gspo_env.saved import read_saved
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.training import draw_tasks
@@ -74,6 +75,40 @@ def test_a_mixed_run_goes_on_bit_for_bit(folder):
     agent = GSPOAgent.resume("out")
     assert agent._resumed.checkpoint.step == 2
     assert timeless(agent.train()) == timeless(whole)
+
+
+def test_a_run_ends_at_its_first_evaluation_with_enough_success_and_goes_on_without_that(
+    folder, capsys
+):
+    settings = {"steps": 2, "eval_every": 1, "checkpoints": {"save_every": 9, "keep": 9}}
+    whole = GSPOAgent(config=mixed(output="whole", **settings)).train()
+    (target,) = (m["eval/success"] for step, m in whole if step == 1 and "eval/success" in m)
+    capsys.readouterr()
+    stopped = GSPOAgent(config=mixed(output="out", stop_at_success=target, **settings)).train()
+    assert timeless(stopped) == timeless([entry for entry in whole if entry[0] <= 1])
+    said = capsys.readouterr().out
+    assert f"Stopped after step 1 of 2: success {target:.1%} reached." in said
+    assert said.rstrip().endswith("Resume:    gspo-env train --resume out --stop-at-success 0")
+    run, state = Run.open("out"), "1 of 2 steps, stop_at_success reached"
+    assert (run.finished, run.state) == (True, state)
+    page = Path("out/view.html").read_text()
+    main(["train", "--resume", "out"])
+    said = capsys.readouterr().out
+    assert f"out is finished: {state}; --stop-at-success 0 or --steps adds more" in said
+    assert Path("out/view.html").read_text() == page
+    main(["train", "--resume", "out", "--stop-at-success", "0"])
+    assert "Stopped after" not in capsys.readouterr().out
+    again = Run.open("out")
+    assert (again.finished, again.state) == (True, "2 of 2 steps")
+    shutil.rmtree("out/model")  # as a kill after the checkpoint leaves it
+    assert timeless(GSPOAgent.resume("out").train()) == timeless(whole)
+
+
+def test_a_success_that_no_evaluation_could_show_is_refused(folder, capsys):
+    said = refused(capsys, "train", "--stop-at-success", "0.5", "--eval-every", "0")
+    assert "stop_at_success is 0.5 and eval_every is 0" in said
+    said = refused(capsys, "compare", "--arm", "stop_at_success=0.5,0", "--seeds", "8")
+    assert "stop_at_success is 0.5 in arm '0.5', whose last step" in said
 
 
 def test_a_strangers_mixture_is_data(folder, capsys):

@@ -107,7 +107,7 @@ def test_a_resume_takes_the_files_of_the_classes_and_keeps_their_settings(
     main(["train", "--resume", "out", "--steps", "3"])
     assert saved_step(Path("out/model")) == 3
     said = refused(capsys, "train", "--resume", "out", "--advantage", "outcome")
-    assert "only steps, what is kept" in said
+    assert "only steps, stop_at_success, what is kept" in said
 
 
 def test_a_module_in_the_working_folder_is_found(trained, monkeypatch, capsys):

@@ -515,7 +515,7 @@ def test_only_the_number_of_steps_and_the_checkpoints_may_change(done):
 def test_a_finished_run_says_so(done, capsys, monkeypatch):
     monkeypatch.chdir(done.parent)
     main(["train", "--resume", "run"])
-    assert "is finished: all 3 steps are done; --steps adds more" in capsys.readouterr().out
+    assert "is finished: 3 of 3 steps; --steps adds more" in capsys.readouterr().out
 
 
 def test_a_run_is_not_trained_twice_in_one_process(tmp_path):
