@@ -59,8 +59,8 @@ class Serve:
     """The dtype of the weights; a run's own setting by default."""
     engine: str = ""
     """Engine that samples the answers; a run's own by default."""
-    temperature: float | None = None
-    """Temperature of requests that name none; that of the training by default."""
+    temperature: Annotated[float, Ge(0)] | None = None
+    """Temperature of requests that name none; that of the training by default, 0 is greedy."""
     max_tokens: Annotated[int, Ge(0)] = 0
     """Most tokens of an answer; those of a turn in the training by default."""
     max_context: Annotated[int, Ge(0)] = 0
@@ -136,8 +136,10 @@ def policy_config(options: Serve) -> Config:
         saved = replace(saved, tree=tree, untrusted=untrusted)
         config = from_dict({"model": options.model, **saved.settings(changes)})
     config = override(config, changes)
+    given = options.temperature
     limits = {
-        "temperature": options.temperature,
+        # a training samples, so its settings have no 0
+        "temperature": None if given is None else max(given, sys.float_info.min),
         "max_turn_tokens": options.max_tokens or None,
         "max_context": options.max_context or None,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.metadata
+import os
 import re
 import shutil
 from pathlib import Path
@@ -211,6 +212,11 @@ def write_package(env: str, peer: str, out: str | Path, **env_kwargs: Any) -> li
         file = Path(source).name
         fields["spec"] = f"str(Path(__file__).resolve(){up} / {file!r}) + {f':{name}'!r}"
         lines.append(f"files that {file} imports from beside it: copy them into the package")
+    if files := _files_in(env_kwargs):
+        lines.append(
+            f"the files that arguments name ({', '.join(files)}): they are not in the package, and "
+            "relative paths are those of its working folder"
+        )
     texts = {**_FILES[peer], "pyproject.toml": _PROJECT, "README.md": _README}
     fields["layout"] = _LAYOUTS.get(peer, _LAYOUT).format(**fields)
     fields["lines"] = "\n".join(f"- {line}." for line in lines)
@@ -256,6 +262,15 @@ def check_version(peer: str) -> None:
             f"{peer} {version} is installed, and the export was tried with {TRIED[peer]}; expected "
             f"pip install '{peer}~={TRIED[peer]}.0'"
         )
+
+
+def _files_in(value: Any) -> list[str]:
+    """Returns the texts that name a file, as `rows.jsonl` and `grade.py:reward` do."""
+    if isinstance(value, dict | list | tuple):
+        parts = value.values() if isinstance(value, dict) else value
+        return list(dict.fromkeys(file for part in parts for file in _files_in(part)))
+    places = (value, value.rpartition(":")[0]) if isinstance(value, str) else ()
+    return [value] if any(map(os.path.exists, filter(None, places))) else []
 
 
 def _is_literal(value: Any) -> bool:

@@ -110,8 +110,9 @@ def test_a_port_in_use_is_refused_before_the_model_loads(capsys):
 
 
 def test_a_folder_is_data_and_its_environment_is_not_needed(folder, tmp_path):
-    settled = policy_config(Serve(model=str(folder), max_tokens=5))
+    settled = policy_config(Serve(model=str(folder), max_tokens=5, temperature=0))
     assert settled.rollout.max_turn_tokens == 5
+    assert 0 < settled.rollout.temperature < 1e-6  # greedy
     assert settled.rollout.max_context == 128
     text = json.loads((folder / "gspo_env.json").read_text())["config"]
     evil = text.replace('env = "gspo/Lookup-v0"', 'env = "evil.py:Env"')

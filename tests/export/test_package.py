@@ -1,9 +1,10 @@
 """The packages of exported environments, and what is said of each library."""
 
 import importlib.metadata
+import json
 
 import pytest
-from support.exports import ENVS, talks
+from support.exports import ENVS, ROWS, talks
 
 from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError, OutputError
 from gspo_env.export import Stepper, left_out, look, seeds, write_package
@@ -62,6 +63,25 @@ def test_a_package_is_written_once_and_says_what_is_left_out(peer, installed, tm
     assert len(list(folder.rglob("export_shop.py"))) == 1
     with pytest.raises(OutputError, match="exists already"):
         write_package(spec, peer, folder, **kwargs)
+
+
+def test_files_that_arguments_name_are_said_to_be_left_out(installed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "grade.py").write_text("def right(attempt):\n    return 1.0\n")
+    given = {
+        "data": ["rows.jsonl", str(rows)],
+        "rewards": "grade.py:right",
+        "system_prompt": "Add.",
+    }
+    named = f"(rows.jsonl, {rows}, grade.py:right)"
+    lines = write_package("gspo/Dataset-v0", "trl", tmp_path / "one", **given)
+    assert [line for line in lines if named in line]
+    lines = write_package(
+        "gspo/Dataset-v0", "trl", tmp_path / "two", data=ROWS, system_prompt="x" * 999
+    )
+    assert not [line for line in lines if "that arguments name" in line]
 
 
 def test_what_is_left_out_depends_on_the_environment():
