@@ -52,6 +52,7 @@ ELSEWHERE = {
     "gspo-env episodes": "needs episodes with success; see tests/cli/test_episodes.py",
     "gspo-env export": "needs the library that it exports to; see tests/export",
     "gspo-env replay": "needs a run that kept its batches; see tests/training/test_batches.py",
+    "gspo-env rewind": "needs a run that kept its batches; see tests/agents/test_rewind.py",
     "gspo-env whatif": "needs a run that kept its batches; see tests/training/test_batches.py",
     "gspo-env verify": "needs a batch; see tests/verify",
     "gspo-env play": "waits for a person; see tests/cli/test_play.py",

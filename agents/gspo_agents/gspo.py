@@ -73,6 +73,7 @@ from gspo_env.types import Group, Prompt, Role, Task
 
 if TYPE_CHECKING:
     from gspo_agents.replay import Replay
+    from gspo_agents.rewind import Rewind
     from gspo_env.distributed.ranks import Ranks
     from gspo_env.episodes.schema import EpisodeRecord
     from gspo_env.training.resume import Checkpoint, Resumed
@@ -346,6 +347,15 @@ class GSPOAgent:
         from gspo_agents.replay import Replay
 
         return Replay(run, step, config)
+
+    @staticmethod
+    def rewind(
+        run: str | Path, step: int | None = None, config: Config | None = None, **place: Any
+    ) -> Rewind:
+        """Reads an episode of a kept batch to play on from; see `gspo_agents.rewind.Rewind`."""
+        from gspo_agents.rewind import Rewind
+
+        return Rewind(run, step, config, **place)
 
     @property
     def finished(self) -> bool:

@@ -36,10 +36,11 @@ from gspo_env.training.checkpoints import BATCHES, START, Checkpoints
 from gspo_env.training.loop import to_train
 from gspo_env.training.resume import changed_config, checkpoint_config, read_checkpoint
 from gspo_env.trust import record
-from gspo_env.types import Score
+from gspo_env.types import Episode, Score
 
 if TYPE_CHECKING:
     from gspo_agents.whatif import Effect
+    from gspo_env.training.resume import Checkpoint
 
 _SECTIONS = (
     "advantage.",
@@ -152,9 +153,14 @@ class Replay:
                 changes[name] = old.get(name), new.get(name)
         return changes
 
-    def learner(self, config: Config) -> Learner:
-        """Returns a learner with the settings of a config, in the state before the update."""
-        checkpoint = self.batch.checkpoint
+    def learner(self, config: Config, checkpoint: Checkpoint | None = None) -> Learner:
+        """Returns a learner with the settings of a config, in the state before the update.
+
+        Args:
+            config: The config.
+            checkpoint: The state; that of the batch by default.
+        """
+        checkpoint = checkpoint or self.batch.checkpoint
         learner = make_learner(copy.deepcopy(self._model), config)
         assert isinstance(learner, Learner)  # without ranks
         with checkpoint.reading() as numbers:
@@ -181,7 +187,7 @@ class Replay:
         keep_cut = config.credit.train_on_truncated
         samples, places = to_train(self.batch.groups, credit.advantages, keep_cut, self.step - 1)
         same = not any(name.startswith(("advantage", "credit")) for name in self.changes(config))
-        if same and digest_of(samples) != self.batch.digest:
+        if same and self.batch.digest not in ("", digest_of(samples)):
             raise OutputError(
                 f"the advantages of step {self.step} of {str(self.run)!r} are not those of the "
                 "run: its estimator reads what a kept batch does not have, or has changed"
@@ -203,6 +209,16 @@ class Replay:
             metrics={**self.batch.metrics, **metrics, **credit.metrics()},
         )
 
+    def edited(self, place: tuple[int, int], episode: Episode) -> Replay:
+        """Returns the batch with another episode at a place: a group and the index in it."""
+        groups = list(self.batch.groups)
+        episodes = list(groups[place[0]].episodes)
+        episodes[place[1]] = episode
+        groups[place[0]] = replace(groups[place[0]], episodes=tuple(episodes))
+        edited = copy.copy(self)
+        edited.batch = replace(self.batch, groups=groups, digest="")
+        return edited
+
     def effects(self, arms: Mapping[str, Config]) -> dict[str, Effect]:
         """Returns what other settings do with the batch; see `gspo_agents.whatif.effects`."""
         from gspo_agents.whatif import effects
@@ -214,16 +230,21 @@ class Replay:
 
         It is 0 if they have the same bits, and None if no folder of the run has its weights.
         """
-        for folder in step_folders(self.run / "checkpoints") + step_folders(self.run / BATCHES):
-            if int(folder.name[5:]) == self.step + (folder.parent.name == BATCHES):
-                weights = dict(read_checkpoint(folder).tensors())
-                pairs = [
-                    (tensor.cpu(), weights[name])
-                    for name, tensor in update.learner.state()[1]
-                    if name.startswith("weights.")
-                ]
-                return max(0.0 if new.equal(old) else _distance(new, old) for new, old in pairs)
-        return None
+        folder = self.weights().get(self.step)
+        if folder is None:
+            return None
+        weights = dict(read_checkpoint(folder).tensors())
+        pairs = [
+            (tensor.cpu(), weights[name])
+            for name, tensor in update.learner.state()[1]
+            if name.startswith("weights.")
+        ]
+        return max(0.0 if new.equal(old) else _distance(new, old) for new, old in pairs)
+
+    def weights(self) -> dict[int, Path]:
+        """Returns the folders with weights of the run, by the number of updates that are done."""
+        batches = {int(f.name[5:]) - 1: f for f in step_folders(self.run / BATCHES)}
+        return batches | {int(f.name[5:]): f for f in step_folders(self.run / "checkpoints")}
 
     def save(self, update: Update) -> Path:
         """Writes the state after an update as a run that `gspo-env train --resume` continues.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_agents.replay import Replay
+from gspo_agents.replay import Replay, Update
 from gspo_env.batch.sample import Sample
 from gspo_env.config import Config
 from gspo_env.learner.learner import Learner
@@ -41,6 +41,16 @@ Advantages = dict[tuple[int, int, int], FloatArray]
 """Those of the tokens of each turn, by group, episode and turn."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gradient:
+    """The gradient of a whole batch, at the weights before the update."""
+
+    learner: Learner
+    """In the state before the update."""
+    values: dict[str, Tensor]
+    advantages: Advantages
+
+
 def effects(batch: Replay, arms: Mapping[str, Config]) -> dict[str, Effect]:
     """Computes the effect of each arm on a batch.
 
@@ -52,29 +62,39 @@ def effects(batch: Replay, arms: Mapping[str, Config]) -> dict[str, Effect]:
         BatchError: No token is trained.
         OutputError: The batch does not have what an estimator reads.
     """
-    _, own_gradient, own_tokens = _gradient(batch, batch.own)
-    measured = {}
-    for name, config in arms.items():
-        learner, gradient, tokens = _gradient(batch, config)
-        update = batch.update(config)
-        before = _logprobs(learner, update.samples)
-        after = _logprobs(update.learner, update.samples)
-        change = {place: after[n] - before[n] for n, place in enumerate(update.places)}
-        best, worst = _by_outcome(batch, change)
-        measured[name] = Effect(
-            norm=_dot(gradient, gradient) ** 0.5,
-            cosine=_cosine(gradient, own_gradient),
-            clipped=update.metrics.get("train/clipped_fraction", 0.0),
-            turned_tokens=_turned(tokens, own_tokens),
-            turned_turns=_turned(_sums(tokens), _sums(own_tokens)),
-            best=best,
-            worst=worst,
-        )
-    return measured
+    own = gradient(batch, batch.own)
+    return {
+        name: effect(batch, batch.update(config), gradient(batch, config), own)
+        for name, config in arms.items()
+    }
 
 
-def _gradient(batch: Replay, config: Config) -> tuple[Learner, dict[str, Tensor], Advantages]:
-    """Returns the learner before the update, its gradient of the batch, and the advantages."""
+def effect(batch: Replay, update: Update, its: Gradient, own: Gradient) -> Effect:
+    """Computes the effect of an update.
+
+    Args:
+        batch: The batch.
+        update: An update with it.
+        its: The gradient under the config of the update.
+        own: The gradient to compare with.
+    """
+    before = _logprobs(its.learner, update.samples)
+    after = _logprobs(update.learner, update.samples)
+    change = {place: after[n] - before[n] for n, place in enumerate(update.places)}
+    best, worst = _by_outcome(batch, change)
+    return Effect(
+        norm=_dot(its.values, its.values) ** 0.5,
+        cosine=_cosine(its.values, own.values),
+        clipped=update.metrics.get("train/clipped_fraction", 0.0),
+        turned_tokens=_turned(its.advantages, own.advantages),
+        turned_turns=_turned(_sums(its.advantages), _sums(own.advantages)),
+        best=best,
+        worst=worst,
+    )
+
+
+def gradient(batch: Replay, config: Config) -> Gradient:
+    """Computes the gradient of a batch under a config."""
     learner = batch.learner(replace(config, learner=replace(config.learner, minibatches=1)))
     samples, places, _ = batch.samples(config, learner)
     for minibatch in learner.score(learner.prepare(samples)):
@@ -85,7 +105,7 @@ def _gradient(batch: Replay, config: Config) -> tuple[Learner, dict[str, Tensor]
         turns_N = sample.turn_ids[sample.mask]
         for turn in np.unique(turns_N):
             advantages[group, index, int(turn)] = sample.advantages[turns_N == turn]
-    return learner, learner.masters.gradients(), advantages
+    return Gradient(learner=learner, values=learner.masters.gradients(), advantages=advantages)
 
 
 def _logprobs(learner: Learner, samples: Sequence[Sample]) -> dict[int, float]:
@@ -133,6 +153,8 @@ def _turned(ours: Advantages, theirs: Advantages) -> float:
     turned = trained = 0
     for turn in ours.keys() | theirs.keys():
         one, other = (side.get(turn, np.zeros(1)) for side in (ours, theirs))
+        if len(one) != len(other):  # it was edited, or is trained on one side only
+            other = np.full(len(one), other.mean())
         turned += int(np.sum(one * other < 0))
         trained += int(np.sum((one != 0) | (other != 0)))
     return turned / trained if trained else 0.0

@@ -25,6 +25,7 @@ COMMANDS = {
     "diagnose": "gspo_env.cli.diagnose:Diagnose",
     "replay": "gspo_env.cli.replay:Replay",
     "whatif": "gspo_env.cli.whatif:WhatIf",
+    "rewind": "gspo_env.cli.rewind:Rewind",
     "episodes": "gspo_env.cli.episodes:Episodes",
     "serve": "gspo_env.cli.serve:Serve",
     "capture": "gspo_env.cli.capture:Capture",

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from annotated_types import Ge, Interval
 
-from gspo_env.engines.base import Completion, Engine, NamedTensors, Sampling
+from gspo_env.engines.base import Completion, Sampling
 from gspo_env.errors import ConfigError, figure
 from gspo_env.redaction import visible
+from gspo_env.rollout.scripted import ScriptedEngine
 from gspo_env.seeding import SEEDS
 from gspo_env.settings import settings
 
 if TYPE_CHECKING:
-    from gspo_env.chat import ChatTokenizer
     from gspo_env.rollout.play import PolicyInput, PolicyOutput
     from gspo_env.rollout.policy import EnginePolicy
     from gspo_env.types import Episode
@@ -30,9 +30,9 @@ _HELP = """Type an action, or one of:
   /expert               what the environment's own demonstrator would do
   /quit                 end the episode
   \"\"\"                   begins and ends an action of several lines"""
-_MODEL_HELP = """Press Enter to let the model act, or take over the turn.
+MODEL_HELP = f"""Press Enter to let the model act, or take over the turn.
   /go                   let the model play the rest of the episode
-"""
+{_HELP}"""
 
 
 @settings
@@ -102,16 +102,16 @@ class Play:
         started = agent.config.engine.start(
             agent.model, max_slots=_SLOTS, max_context=limits.max_context
         )
-        engine = _ShownEngine(started, agent.chat)
+        engine = ShownEngine(started, agent.chat)
         task = Task(env_id=next(iter(agent.environments.envs)), seed=self.seed)
-        print(_MODEL_HELP + _HELP)
+        print(MODEL_HELP)
         with agent.environments.pool() as pool:
             plain = Collector(engine, agent.chat, pool, limits, usable_ids(agent.model))
             collector: Collector = agent.config.compaction.wrap(plain)
             seed, heat = derive_seed(agent.config.seed, 0, 0), limits.temperature
             heat = heat if self.temperature is None else self.temperature
             policy = collector.policy(collector, collector.progress.begin(task), seed, heat)
-            turns, most = _SharedTurns(policy, engine), limits.max_turns
+            turns, most = SharedTurns(policy, engine), limits.max_turns
             try:
                 playing = play_pooled(pool, task, turns, timeout=_PATIENCE, max_turns=most)
                 _end(asyncio.run(playing), most)
@@ -125,24 +125,13 @@ _PATIENCE = 1e6
 """Seconds of an episode, in most of which a person may think."""
 
 
-class _ShownEngine(Engine):
+class ShownEngine(ScriptedEngine):
     """Prints what an engine samples while it is sampled, or takes the action of a person."""
 
-    def __init__(self, engine: Engine, chat: ChatTokenizer) -> None:
-        self.engine, self.chat = engine, chat
-        self.typed: str | None = None
-        """The next action, if a person acts."""
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
+    async def sample(
+        self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None
     ) -> Completion:
-        """See `Engine.generate`."""
-        if self.typed is not None:
-            end = self.chat.end_of_turn
-            ids = (*self.chat.encode(self.typed), self.chat.stop_ids[0] if end is None else end)
-            ids, self.typed = ids[: sampling.max_tokens], None
-            reason = "stop" if sampling.ended(ids) else "length"
-            return Completion.of(ids, (0.0,) * len(ids), reason, [(0, 0)])
+        """See `ScriptedEngine.sample`."""
         shown = ""
 
         def show(ids: Sequence[int]) -> bool:
@@ -159,23 +148,11 @@ class _ShownEngine(Engine):
         print(visible(self.chat.decode(done.token_ids))[len(shown) :] + cut, flush=True)
         return done
 
-    def release(self, session: str) -> None:
-        """See `Engine.release`."""
-        self.engine.release(session)
 
-    async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """See `Engine.update_weights`."""
-        await self.engine.update_weights(named_tensors, version)
-
-    def close(self) -> None:
-        """See `Engine.close`."""
-        self.engine.close()
-
-
-class _SharedTurns:
+class SharedTurns:
     """The turns of a model, any of which a person takes over."""
 
-    def __init__(self, policy: EnginePolicy, engine: _ShownEngine) -> None:
+    def __init__(self, policy: EnginePolicy, engine: ShownEngine) -> None:
         self._policy, self._engine, self._alone = policy, engine, False
 
     async def __call__(self, now: PolicyInput) -> PolicyOutput:
@@ -188,7 +165,7 @@ class _SharedTurns:
             self._alone = action is None
         if action is not None and not isinstance(action, str):
             return action
-        self._engine.typed = action or None
+        self._engine.next = action or None
         return await self._policy(now)
 
 

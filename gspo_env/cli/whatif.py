@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -15,10 +15,24 @@ from gspo_env.errors import ConfigError
 from gspo_env.redaction import visible, write_text
 from gspo_env.settings import settings
 
+HEAD = [
+    *("arm", "gradient", "cosine", "clipped", "tokens turned", "turns turned"),
+    *("best episodes", "worst episodes"),
+]
+"""The columns of `row`."""
 
-def shown(value: float, how: str) -> str:
-    """Formats a number; one that is not known is empty."""
-    return "" if math.isnan(value) else format(value, how)
+
+def row(name: str, effect: Any) -> list[str]:
+    """Formats an effect; what is not known is empty."""
+
+    def shown(value: float, how: str) -> str:
+        return "" if math.isnan(value) else format(value, how)
+
+    return [
+        *(name, f"{effect.norm:.3g}", shown(effect.cosine, "z.3f"), f"{effect.clipped:.1%}"),
+        *(f"{effect.turned_tokens:.1%}", f"{effect.turned_turns:.1%}"),
+        *(shown(effect.best, "+z.3f"), shown(effect.worst, "+z.3f")),
+    ]
 
 
 @settings
@@ -59,19 +73,7 @@ class WhatIf(OfBatch):
         if len(arms) == 1:
             raise ConfigError("no setting differs from the run's; expected --arm NAME=VALUE,VALUE")
         effects = batch.effects(arms)
-        head = ["arm", "gradient", "cosine", "clipped", "tokens turned", "turns turned"]
-        rows = [
-            [
-                name,
-                f"{effect.norm:.3g}",
-                shown(effect.cosine, "z.3f"),
-                *(f"{effect.clipped:.1%}", f"{effect.turned_tokens:.1%}"),
-                f"{effect.turned_turns:.1%}",
-                *(shown(effect.best, "+z.3f"), shown(effect.worst, "+z.3f")),
-            ]
-            for name, effect in effects.items()
-        ]
-        table = [[*head, "best episodes", "worst episodes"], *rows]
+        table = [HEAD, *(row(name, effect) for name, effect in effects.items())]
         title = f"The update of step {batch.step}, on {len(batch.batch.groups)} groups"
         text = (
             "Gradient: norm over the whole batch, and its cosine with the run's. Turned: the sign "

@@ -70,7 +70,7 @@ class KeptBatch:
     metrics: Mapping[str, float]
     seed: int
     digest: str
-    """See `digest_of`."""
+    """See `digest_of`; empty if an episode was edited."""
 
 
 def write_batch(
