@@ -26,6 +26,7 @@ from gspo_env.runs.evaluations import (
     stays_lower,
     success_fall,
 )
+from gspo_env.runs.names import LATER_TURNS
 from gspo_env.runs.run import Run
 
 _ROUNDING = {"float32": 1e-3}
@@ -64,6 +65,38 @@ def environment(run: Run, limit: float) -> Explanation | None:
 @rule(
     limit=1.0,
     needs=("train/logprob_diff_mean",),
+    explains=("engine", "clipped", "collapse", "no_variance"),
+)
+def late_turns(run: Run, limit: float) -> Explanation | None:
+    """Engine and trainer agree in first turns and disagree in later ones.
+
+    The bound is that of `engine`.
+    """
+    bound = _rounding(run) * limit
+    first = run.late("train/logprob_diff_turn_1")
+    late = {name: value for name in LATER_TURNS if (value := run.late(name)) is not None}
+    name = next((name for name, value in late.items() if value > bound), "")
+    if first is None or first > bound or not name:
+        return None
+    return (
+        f"Engine and trainer disagree from turn {name.rpartition('_')[2]} on: their "
+        f"log-probabilities differ by {above(late[name], bound)} nats there and by {first:.2g} in "
+        f"first turns {when(run)}; up to {bound:g} is rounding.",
+        "The engine computes long contexts in another way: compare with --engine transformers, "
+        "then check its context length, rotary scaling, sliding window and quantised cache; until "
+        "it is fixed, --loss.correction mask drops the episodes that drift.",
+    )
+
+
+def _rounding(run: Run) -> float:
+    """Returns the mean difference that rounding explains in the dtypes of engine and trainer."""
+    dtypes = {run.dtype, run.text("engine.dtype") or run.dtype}
+    return max(_ROUNDING.get(dtype, _HALF_ROUNDING) for dtype in dtypes)
+
+
+@rule(
+    limit=1.0,
+    needs=("train/logprob_diff_mean",),
     explains=("stale", "clipped", "collapse", "no_variance"),
 )
 def engine(run: Run, limit: float) -> Explanation | None:
@@ -74,8 +107,7 @@ def engine(run: Run, limit: float) -> Explanation | None:
     """
     ahead = (run.number("supply.max_staleness") or 0.0) > 0
     difference = run.late("train/sync_logprob_diff" if ahead else "train/logprob_diff_mean")
-    dtypes = {run.dtype, run.text("engine.dtype") or run.dtype}
-    bound = max(_ROUNDING.get(dtype, _HALF_ROUNDING) for dtype in dtypes) * limit
+    bound = _rounding(run) * limit
     if difference is None or difference <= bound:
         return None
     return (
@@ -225,6 +257,7 @@ def no_progress(run: Run, limit: float) -> Explanation | None:
 RULES: tuple[Rule, ...] = (
     failed,
     environment,
+    late_turns,
     engine,
     stale,
     collapse,

@@ -361,6 +361,7 @@ class Learner:
             "top1": predictions.top1_N,
             "trainer_logprobs": scored.trainer_logprobs_N,
             "engine_logprobs": row.engine_logprobs_N,
+            "age": row.ages_N,
         }
         for part in TOKEN_PARTS:
             part_N = getattr(output, part)

@@ -14,6 +14,13 @@ from torch import Tensor
 from gspo_env.learner.losses import segment_sizes
 from gspo_env.types import FloatArray, IntArray
 
+_TURNS = {
+    **{0: "train/logprob_diff_turn_1", 1: "train/logprob_diff_turn_2"},
+    **{3: "train/logprob_diff_turn_4", 7: "train/logprob_diff_turn_8"},
+    15: "train/logprob_diff_turn_16",
+}
+"""The metric of the turns from each index to below the next one."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassStats:
@@ -25,7 +32,8 @@ class PassStats:
     Scalars are `loss` (the share of this row in the loss of the minibatch), `router_loss`,
     `observation_loss`, `entropy_sum`, `load_max` and `load_min`. All others are (N,): `turn`,
     `episode` (an index into `episodes`), `advantage`, `ratio`, `clipped`, `kl`, `entropy`, `top1`,
-    `trainer_logprobs` (by the policy before the first step) and `engine_logprobs`."""
+    `trainer_logprobs` (by the policy before the first step), `engine_logprobs` and `age` (updates
+    of the weights since the token was sampled)."""
     episodes: tuple[int | None, ...]
     """The number of each episode; see `gspo_env.batch.sample.Sample.episode`."""
     computed_tokens: int
@@ -152,10 +160,10 @@ class UpdateStats:
 
     def _mismatch_metrics(self) -> dict[str, float | None]:
         """Compares the engine's log-probabilities with the trainer's, before the update."""
-        parts = [m.abs().float() for each in self.passes if (m := each.mismatch_N) is not None]
-        if not parts:
+        known = [(each, m) for each in self.passes if (m := each.mismatch_N) is not None]
+        if not known:
             return {}
-        size_N = torch.cat(parts)
+        size_N = torch.cat([mismatch_N.abs().float() for _, mismatch_N in known])
         outside = None
         if self.clip_range is not None:
             shares = [each.outside_clip(*self.clip_range) for each in self.passes]
@@ -165,6 +173,8 @@ class UpdateStats:
             "train/logprob_diff_p99": float(np.quantile(size_N.numpy(), 0.99)),
             "train/logprob_diff_max": float(size_N.max()),
             "train/ratio_outside_clip": outside,
+            **_by_turn(size_N, torch.cat([each.values["turn"] for each, _ in known])),
+            **_by_age(size_N, [each.values.get("age") for each, _ in known]),
         }
 
     def token_values(self, episodes: Collection[int]) -> dict[tuple[int, int], TokenValues]:
@@ -176,6 +186,28 @@ class UpdateStats:
             episodes: Numbers of the episodes; see `gspo_env.batch.sample.Sample.episode`.
         """
         return {key: value for each in self.passes for key, value in _of_pass(each, episodes)}
+
+
+def _by_turn(size_N: Tensor, turn_N: Tensor) -> dict[str, float]:
+    """Returns the mean size of the mismatch by turn; nothing if all tokens are of first turns."""
+    starts = torch.tensor(list(_TURNS))
+    place_N = torch.bucketize(turn_N, starts, right=True) - 1
+    means = _means(size_N, place_N)
+    names = list(_TURNS.values())
+    return {names[place]: mean for place, mean in means.items()} if max(means) else {}
+
+
+def _by_age(size_N: Tensor, ages: Sequence[Tensor | None]) -> dict[str, float]:
+    """Returns the mean size of the mismatch by the version of the weights, if there are several."""
+    known = [age_N for age_N in ages if age_N is not None]
+    if len(known) < len(ages):
+        return {}
+    means = _means(size_N, torch.cat(known))
+    return {f"train/logprob_diff_age_{n}": m for n, m in means.items()} if len(means) > 1 else {}
+
+
+def _means(values_N: Tensor, kind_N: Tensor) -> dict[int, float]:
+    return {kind: float(values_N[kind_N == kind].mean()) for kind in kind_N.unique().tolist()}
 
 
 def _of_pass(

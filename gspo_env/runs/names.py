@@ -2,12 +2,17 @@
 
 AS_SHIPPED = "eval/success_as_shipped"
 """Success of a pretrained model before its imitation, in the evaluation of step 0."""
+LATER_TURNS = (
+    *("train/logprob_diff_turn_2", "train/logprob_diff_turn_4", "train/logprob_diff_turn_8"),
+    "train/logprob_diff_turn_16",
+)
+"""The difference of engine and trainer in the turns from this one to the next name's."""
 METRICS = frozenset(
     {
         *("eval/success", "eval/success_greedy", "eval/return", "eval/return_std", "eval/tasks"),
         *("eval/turns", "rollout/outcome", "train/loss", "train/kl", "train/logprob_diff_max"),
         *("rollout/staleness_max", "rollout/stop/env_timeout", "rollout/env_timeouts"),
-        "train/logprob_diff_p99",
+        *("train/logprob_diff_p99", "train/logprob_diff_turn_1", *LATER_TURNS),
         *("rollout/success", "rollout/return", "rollout/return_std", "rollout/turns"),
         *("rollout/tokens", "rollout/episodes_before", "rollout/lost_episodes"),
         *("rollout/malformed_calls", "rollout/redrawn_tasks", "rollout/staleness_mean"),

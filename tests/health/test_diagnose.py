@@ -79,6 +79,11 @@ CASES = [
     ("environment", {"rollout/lost_episodes": 4.0}, {"rollout/lost_episodes": 3.0}),
     ("engine", {"train/logprob_diff_mean": 2e-3}, {"train/logprob_diff_mean": 5e-4}),
     (
+        "late_turns",
+        {"train/logprob_diff_turn_1": 1e-6, "train/logprob_diff_turn_4": 2e-3},
+        {"train/logprob_diff_turn_1": 1e-6, "train/logprob_diff_turn_4": 5e-4},
+    ),
+    (
         "stale",
         {"rollout/staleness_mean": 3.0, "train/ratio_outside_clip": 0.6},
         {"rollout/staleness_mean": 3.0, "train/ratio_outside_clip": 0.4},

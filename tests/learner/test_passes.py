@@ -95,6 +95,25 @@ def test_unknown_engine_logprobs_of_some_samples_leave_the_others_measured(model
     assert not any("logprob_diff" in name or "outside" in name for name in metrics)
 
 
+def test_the_mismatch_is_measured_by_turn_and_by_the_age_of_the_weights(model, samples):
+    learner, drifted = learner_of(model, minibatches=2), []
+    for n, sample in enumerate(samples):
+        logprobs = learner.logprobs(pack([sample])).numpy()
+        turn_N = sample.turn_ids[sample.mask]
+        ages = np.full(len(turn_N), n % 2)
+        shift = 0.25 * (turn_N > 0) + 0.5 * ages
+        drifted.append(dataclasses.replace(sample, engine_logprobs=logprobs - shift, ages=ages))
+    metrics = learner_of(model, minibatches=2).update(drifted[::2])
+    assert metrics["train/logprob_diff_turn_1"] == pytest.approx(0.0, abs=1e-5)
+    assert metrics["train/logprob_diff_turn_2"] == pytest.approx(0.25, abs=1e-5)
+    assert "train/logprob_diff_age_0" not in metrics
+    metrics = learner_of(model, minibatches=2).update(drifted)
+    gap = metrics["train/logprob_diff_age_1"] - metrics["train/logprob_diff_age_0"]
+    assert gap == pytest.approx(0.5, abs=0.1)
+    first = [dataclasses.replace(s, turn_ids=np.minimum(s.turn_ids, 0)) for s in drifted]
+    assert not any("_turn_" in name for name in learner_of(model).update(first))
+
+
 clipping_learner = partial(learner_of, warmup_steps=4, learning_rate=1e-3, max_grad_norm=1.0)
 
 
