@@ -94,6 +94,8 @@ class Engine:
     tolerance: float | None = None
     """Greatest mean difference of the copies from the trainer's log-probabilities; None follows
     from the dtype."""
+    adapter_only: bool = False
+    """Whether updates of the weights are those of the learner's LoRA adapter alone."""
     updates_in_flight: bool = False
     """Whether the engine implements `update_in_flight`."""
 

@@ -207,7 +207,8 @@ def _by_age(size_N: Tensor, ages: Sequence[Tensor | None]) -> dict[str, float]:
 
 
 def _means(values_N: Tensor, kind_N: Tensor) -> dict[int, float]:
-    return {kind: float(values_N[kind_N == kind].mean()) for kind in kind_N.unique().tolist()}
+    kinds: list[int] = torch.unique(kind_N).tolist()
+    return {kind: float(values_N[kind_N == kind].mean()) for kind in kinds}
 
 
 def _of_pass(

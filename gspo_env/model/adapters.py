@@ -108,6 +108,14 @@ def load_adapter(model: Any, folder: Path) -> None:
     set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
 
 
+def adapter_weights(model: Any) -> dict[str, Tensor]:
+    """Returns the tensors of a model's adapter under the names that `save_adapter` writes."""
+    from peft import get_peft_model_state_dict
+
+    tensors: dict[str, Tensor] = get_peft_model_state_dict(model)
+    return tensors
+
+
 def tensor_of(weight: Callable[[], Tensor] | Tensor) -> Tensor:
     """Returns one of the `Weights`, computed if it has to be."""
     return weight if isinstance(weight, Tensor) else weight()

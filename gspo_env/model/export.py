@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_env.model.adapters import Weights, effective_weights, tensor_of
+from gspo_env.model.adapters import Weights, adapter_weights, effective_weights, tensor_of
 from gspo_env.model.head import plain_model, usable_ids
 from gspo_env.model.load import replaced_folder, shards
 
@@ -20,8 +20,10 @@ _LAYER = re.compile(r".*?\.\d+\.")
 
 
 @torch.no_grad()
-def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def named_weights(model: Any, *, adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yields the names and tensors that `save_pretrained` writes, adapters merged in.
+
+    With `adapter`, they are those of the adapter alone, as PEFT saves it.
 
     A module may hold weights in another form than its checkpoint, such as the matrices of all
     experts in one tensor; they are converted back layer by layer, so that at most one layer is
@@ -30,11 +32,20 @@ def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     Raises:
         ModelError: An adapter cannot be merged, or trains what is not a weight of the model.
     """
+    if adapter:
+        yield from adapter_weights(model).items()
+        return
     base, weights = plain_model(model), effective_weights(model)
     unique = _without_duplicates(base, weights)
     for names in _layers(unique):
         group = {name: tensor_of(weights[name]) for name in names}
         yield from _as_checkpoint(base, group).items()
+
+
+def base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields what `named_weights` does, of a PEFT model without its adapter."""
+    with model.disable_adapter():
+        yield from named_weights(model)
 
 
 class Exporter:

@@ -295,7 +295,7 @@ class Loop:
         """Yields the learner's weights; an engine that computes with them asks for none."""
         from gspo_env.model.export import named_weights
 
-        yield from named_weights(self.learner.policy)
+        yield from named_weights(self.learner.policy, adapter=self.collector.engine.adapter_only)
 
     async def _sync(self, version: int) -> dict[str, float]:
         """Sends the learner's weights to the engine and compares the two; returns the metrics."""

@@ -20,6 +20,7 @@ from gspo_env.engines.vllm.process import State
 from gspo_env.engines.vllm.requests import ServerClient
 from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
 from gspo_env.errors import EngineError
+from gspo_env.model.adapters import add_adapter
 from gspo_env.model.export import named_weights
 
 PRETEND = [sys.executable, "-S", str(Path(__file__).parents[1] / "support" / "pretend_vllm.py")]
@@ -32,13 +33,23 @@ def start(model, monkeypatch):
     monkeypatch.setattr(process, "_command", lambda folder: PRETEND)
     engines = []
 
-    def begin(**settings):
-        engines.append(VLLMServerEngine(model, VLLMServer(**settings), max_context=100))
+    def begin(policy=model, **settings):
+        engines.append(VLLMServerEngine(policy, VLLMServer(**settings), max_context=100))
         return engines[-1]
 
     yield begin
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture(params=["whole", "adapter"])
+def policy(request, model):
+    """A model whose weights travel whole, or with an adapter that travels alone."""
+    return add_adapter(model, 2) if request.param == "adapter" else model
+
+
+def weights(engine, policy):
+    return named_weights(policy, adapter=engine.adapter_only)
 
 
 async def ask(engine, count):
@@ -66,7 +77,9 @@ def ids_of(*versions):
 
 
 def change(model):
-    model.get_input_embeddings().weight.data.mul_(1.5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.mul_(1.5).add_(0.1)
 
 
 async def all_serve(engine, count):
@@ -78,6 +91,8 @@ async def all_serve(engine, count):
 def in_folder(engine):
     """The id that a server with the current weights answers with."""
     files = sorted(engine._folder.glob("*.safetensors"))
+    if engine.adapter_only:
+        files += sorted(engine._adapter.folder.glob("*.safetensors"))
     return zlib.crc32(b"".join(file.read_bytes() for file in files)) % 1000
 
 
@@ -86,15 +101,15 @@ def fault(engine, name, times=1):
 
 
 def test_a_killed_server_is_started_again_and_has_the_current_weights_at_its_first_request(
-    start, model
+    start, policy
 ):
-    engine = start(replicas=2)
+    engine = start(policy, replicas=2, adapter_only=hasattr(policy, "disable_adapter"))
 
     async def play():
         before = in_folder(engine)
         assert await ask(engine, 8) == [before] * 8
-        change(model)
-        await engine.update_weights(named_weights(model), 1)
+        change(policy)
+        await engine.update_weights(weights(engine, policy), 1)
         after, pids = in_folder(engine), engine.pids
         assert after != before
         os.kill(pids[0], signal.SIGKILL)
@@ -102,7 +117,7 @@ def test_a_killed_server_is_started_again_and_has_the_current_weights_at_its_fir
         await all_serve(engine, 2)
         assert len(set(pids) | set(engine.pids)) == 3
         assert await ask(engine, 8) == [after] * 8
-        await engine.update_weights(named_weights(model), 2)
+        await engine.update_weights(weights(engine, policy), 2)
         return await engine.generate([3], Sampling(max_tokens=1))
 
     assert asyncio.run(play()).weights_version == 2
@@ -139,15 +154,15 @@ def test_weights_change_in_flight_on_every_server_and_each_token_has_its_version
     assert engine.servers_lost == 0
 
 
-def test_a_server_killed_during_an_update_in_flight_loses_no_request_and_rejoins(start, model):
-    engine = start(replicas=2)
+def test_a_server_killed_during_an_update_in_flight_loses_no_request_and_rejoins(start, policy):
+    engine = start(policy, replicas=2, adapter_only=hasattr(policy, "disable_adapter"))
     fault(engine, "slow")
     before = in_folder(engine)
 
     async def kill_and_update():
         os.kill(engine.pids[0], signal.SIGKILL)
-        change(model)
-        await engine.update_in_flight(named_weights(model), 1)
+        change(policy)
+        await engine.update_in_flight(weights(engine, policy), 1)
 
     async def play():
         log = await ask_long(engine, 6, kill_and_update())
@@ -216,6 +231,30 @@ def test_a_request_for_a_server_that_is_lost_goes_to_another_one(start):
     engine._lose(engine._servers[1], "test", restart=False)
     done = asyncio.run(engine.generate_on(1, [3], Sampling(max_tokens=1)))
     assert done.token_ids == (in_folder(engine),)
+
+
+def test_a_server_that_somebody_started_again_without_the_adapter_is_not_used(start, model):
+    engine = start(add_adapter(model, 2), replicas=2, adapter_only=True)
+    client = ServerClient(engine.server_list, 4)
+    with engine._servers[0].client(5.0) as http:
+        name = {"lora_name": engine.adapter}
+        http.post("/v1/unload_lora_adapter", json=name).raise_for_status()
+    assert asyncio.run(ask(client, 4)) == [in_folder(engine)] * 4
+    ((_, reason),) = client.take_failed().items()
+    assert "does not have the adapter" in reason
+    assert asyncio.run(ask(engine, 4)) == [in_folder(engine)] * 4
+    assert engine.servers_lost == 1
+
+
+def test_servers_that_take_no_adapter_get_whole_weights_and_the_log_says_why(start, model, caplog):
+    policy = add_adapter(model, 2)
+    engine = start(policy, replicas=2, adapter_only=True, engine_args={"enable_lora": False})
+    assert caplog.text.count("whole weights are sent: it answered 404") == 1
+    assert not engine.adapter_only
+    change(policy)
+    asyncio.run(engine.update_weights(weights(engine, policy), 1))
+    assert asyncio.run(ask(engine, 4)) == [in_folder(engine)] * 4
+    assert engine.servers_lost == 0
 
 
 def test_a_server_that_got_other_weights_behind_our_back_is_not_used(start):

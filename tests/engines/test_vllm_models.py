@@ -4,6 +4,7 @@ Runs where vLLM is installed: `pytest -m vllm`.
 """
 
 import asyncio
+import copy
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from gspo_env.engines.vllm import local
 from gspo_env.engines.vllm.local import VLLM, VLLMEngine
 from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
 from gspo_env.errors import EngineError
+from gspo_env.model.adapters import add_adapter
 from gspo_env.model.export import Exporter, named_weights
 from gspo_env.model.unused import hide
 from gspo_env.training.weight_check import HALF_TOLERANCE, difference
@@ -171,6 +173,55 @@ def test_adapters_reach_the_engine_in_every_form(start):
     perturb(model)
     assert differs(engine, model) > 1e-2
     sync(engine, named_weights(model))
+    assert differs(engine, model) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [VLLMEngine, VLLMServerEngine])
+def test_an_adapter_travels_alone_and_requests_in_flight_go_on_with_it(start, kind, caplog):
+    model = add_adapter(tiny("Llama"), 4)
+    perturb(model)
+    settings = VLLM if kind is VLLMEngine else VLLMServer
+    engine = start(model, kind, settings(enforce_eager=True, adapter_only=True))
+    assert engine.adapter_only, caplog.text
+    assert differs(engine, model) < 1e-5
+    perturb(model)
+    assert differs(engine, model) > 1e-3  # what a server shows that missed a version
+    sync(engine, named_weights(model, adapter=True))
+    assert differs(engine, model) < 1e-5
+    before = copy.deepcopy(model)
+    perturb(model)
+
+    async def change():
+        jobs = [
+            asyncio.create_task(engine.generate([9, 8, 7], Sampling(max_tokens=100, seed=n)))
+            for n in range(4)
+        ]
+        await asyncio.sleep(0.2)
+        await engine.update_in_flight(named_weights(model, adapter=True), 2)
+        return await asyncio.gather(*jobs)
+
+    for done in asyncio.run(change()):
+        parts = done.weights_versions or ((done.weights_version, 100),)
+        versions = np.repeat([version for version, _ in parts], [tokens for _, tokens in parts])
+        with torch.no_grad():
+            ids = torch.tensor([[9, 8, 7, *done.token_ids]])
+            both = torch.stack([m(ids).logits[0, 2:-1].log_softmax(-1) for m in (before, model)])
+        expected = both[versions - 1, np.arange(100), list(done.token_ids)]
+        assert (torch.tensor(done.logprobs) - expected).abs().max() < 1e-4
+    assert differs(engine, model) < 1e-5
+
+
+def test_an_adapter_that_the_engine_does_not_take_travels_in_whole_weights(start, caplog):
+    model = add_adapter(tiny("Llama"), 4)
+    perturb(model)
+    config = VLLM(enforce_eager=True, adapter_only=True, engine_args={"max_lora_rank": 1})
+    engine = start(model, config=config)
+    assert caplog.text.count("whole weights are sent") == 1
+    assert "rank" in caplog.text
+    for _ in range(2):
+        assert differs(engine, model) < 1e-5
+        perturb(model)
+        sync(engine, named_weights(model, adapter=engine.adapter_only))
     assert differs(engine, model) < 1e-5
 
 

@@ -39,8 +39,13 @@ def takes(fault):
     return bool(left)
 
 
+def read(folder):
+    return b"".join(path.read_bytes() for path in sorted(Path(folder).glob("*.safetensors")))
+
+
 class VLLM(Handler):
-    loaded = cached = -1
+    base, adapters = b"", {}
+    cached = -1
     resets = 0
     version = "default"
     going = threading.Event()
@@ -53,18 +58,26 @@ class VLLM(Handler):
     def do_POST(self):
         body = self.body()
         path, _, query = self.path.partition("?")
+        fields = json.loads(body) if body else {}
         if path == "/collective_rpc":
-            call = json.loads(body)
-            if call["method"] == "load_checked":
-                folder = Path(call["kwargs"]["folder"])
-                data = b"".join(p.read_bytes() for p in sorted(folder.glob("*.safetensors")))
-                VLLM.loaded = zlib.crc32(data) % 1000
-            refused = call["method"] != "start_checking" and takes("refuses")
+            method, folder = fields["method"], fields["kwargs"].get("folder")
+            if method == "load_checked":
+                VLLM.base = read(folder)
+            elif method == "load_adapter":
+                (name,) = VLLM.adapters
+                VLLM.adapters[name] = read(folder)
+            refused = method != "start_checking" and takes("refuses")
             self.answer({"results": [{"unread": ["w"] * refused, "stale": []}]})
         elif path == "/reset_prefix_cache":
-            VLLM.cached = VLLM.loaded
+            VLLM.cached = zlib.crc32(VLLM.base + b"".join(VLLM.adapters.values())) % 1000
             VLLM.resets += query == "reset_running_requests=true"
             self.answer({"success": not takes("held")})
+        elif path == "/v1/unload_lora_adapter":
+            VLLM.adapters.pop(fields["lora_name"], None)
+            self.answer({})
+        elif path == "/v1/load_lora_adapter":
+            VLLM.adapters[fields["lora_name"]] = read(fields["lora_path"])
+            super().answer({}, 200 if STARTED_WITH.get("enable-lora") else 404)
         elif path == "/pause":
             VLLM.going.clear()
             time.sleep(0.01)  # until the current step is done
@@ -73,14 +86,16 @@ class VLLM(Handler):
             VLLM.going.set()
             self.answer({})
         elif path == "/update_weight_version":
-            VLLM.version = json.loads(body)["new_version"]
+            VLLM.version = fields["new_version"]
             self.answer({})
         elif takes("dies"):
             os._exit(1)
         elif takes("drops"):
             self.close_connection = True
+        elif fields.get("model", "") not in ("", *VLLM.adapters):
+            super().answer({"error": "the model does not exist"}, 404)
         else:
-            choice = self.sample(json.loads(body)["sampling_params"]["max_tokens"])
+            choice = self.sample(fields["sampling_params"]["max_tokens"])
             choice["finish_reason"] = "abort" if takes("abort") else "length"
             self.answer({"choices": [{}] if takes("empty") else [choice]})
 

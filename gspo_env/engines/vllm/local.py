@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from gspo_env.engines.vllm.process import DIE_WITH_PARENT
 from gspo_env.engines.vllm.requests import sampling_fields
 from gspo_env.engines.vllm.settings import EXTENSION, VLLM, VLLMSettings
 from gspo_env.errors import EngineError, GspoEnvError, MissingExtraError
-from gspo_env.model.export import Exporter, named_weights
+from gspo_env.model.export import Exporter, base_weights, named_weights
 from gspo_env.runtime.processes import PrivateFolder
 
 
@@ -98,6 +99,9 @@ class VLLMEngine(Engine):
         self.tolerance = config.tolerance
         self._folder = PrivateFolder("gspo-env-vllm-")
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
+        self._adapter = adapter_for(config, model, self._exporter, self._folder.path / "adapter")
+        self._lora: Any = None
+        """What each request names; None samples with the whole weights that were sent."""
         self._new: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
         self._count = self._updates = 0
@@ -152,7 +156,8 @@ class VLLMEngine(Engine):
         """Frees the GPU memory for the learner until the next `update_weights`."""
         if self._sleeps and not self._asleep:
             await self._drain()
-            await self._call(self._engine.sleep, 2)
+            # level 2 drops the weights, of which an adapter needs the base again
+            await self._call(self._engine.sleep, 1 if self.adapter_only else 2)
             self._asleep = True
 
     async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
@@ -166,7 +171,7 @@ class VLLMEngine(Engine):
         await self._drain()
         if self._asleep:
             await self._call(self._engine.wake_up, ["weights"])
-        await self._call(self._load, named_tensors, version)
+        await self._call(self._update, named_tensors, version)
         if self._asleep:
             await self._call(self._engine.wake_up, ["kv_cache"])
             self._asleep = False
@@ -223,14 +228,39 @@ class VLLMEngine(Engine):
         self._params = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY)
         folder = self._folder.path / "model"
         self._exporter.config.save_pretrained(folder)
-        self._engine = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
+
+        def engine(**more: Any) -> Any:
+            options = {**more, **arguments, "model": str(folder)}
+            return LLMEngine.from_engine_args(EngineArgs(**options))
+
+        try:
+            self._engine = engine(**self._adapter.arguments if self._adapter else {})
+        except ValueError as error:
+            if "does not support LoRA" not in str(error):
+                raise
+            self._send_whole(str(error))
+            self._engine = engine()
         self.dtype = str(self._engine.model_config.dtype).removeprefix("torch.")
-        self._load(named_weights(model), 0)
+        if self._adapter is not None:
+            self._load(base_weights(model), 0)
+            try:
+                self._load_adapter(named_weights(model, adapter=True), 0)
+                self.adapter_only, self._lora = True, self._adapter.request()
+            except EngineError as error:
+                self._send_whole(str(error))
+        if self._adapter is None:
+            self._load(named_weights(model), 0)
+
+    def _send_whole(self, reason: str) -> None:
+        from gspo_env.engines.vllm.adapter import warn_whole
+
+        warn_whole(reason)
+        self._adapter = None
 
     def _exchange(self, named_tensors: NamedTensors, version: int) -> list[Any]:
         """Changes the weights between two steps; returns the outputs of requests that ended."""
         ended = self._pause()
-        self._load(named_tensors, version)
+        self._update(named_tensors, version)
         self._reset_cache()
         self._tell("resume_scheduler")
         return ended
@@ -256,6 +286,22 @@ class VLLMEngine(Engine):
         """Resets the prefix cache, and the keys and values of requests in flight."""
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise EngineError("vLLM did not reset its prefix cache: some sequences still use it")
+
+    def _update(self, named_tensors: NamedTensors, version: int) -> None:
+        """Loads what an update sends: the whole weights, or the adapter's."""
+        load = self._load_adapter if self.adapter_only else self._load
+        load(named_tensors, version)
+
+    def _load_adapter(self, named_tensors: NamedTensors, version: int) -> None:
+        assert self._adapter is not None
+        self._adapter.write(named_tensors)
+        try:
+            self._engine.add_lora(self._adapter.request(update=True))
+        except Exception as error:
+            raise EngineError(
+                f"vLLM does not take the adapter: {type(error).__name__}: {str(error)[:300]}"
+            ) from error
+        self._engine.set_weight_version(str(version))
 
     def _load(self, named_tensors: NamedTensors, version: int) -> None:
         keywords: dict[str, Any] = {"weights": self._exporter.weights(named_tensors)}
@@ -308,7 +354,8 @@ class VLLMEngine(Engine):
         if gone:
             self._engine.abort_request(gone)
         for name, request in added.items():
-            self._engine.add_request(name, {"prompt_token_ids": request.prompt}, request.params)
+            prompt = {"prompt_token_ids": request.prompt}
+            self._engine.add_request(name, prompt, request.params, lora_request=self._lora)
         # returns to the event loop only for new weights, or an ended, new or cancelled request
         while self._engine.has_unfinished_requests():
             ended = [output for output in self._engine.step() if output.finished]
@@ -326,6 +373,15 @@ class VLLMEngine(Engine):
         logprobs = tuple(entry[i].logprob for entry, i in zip(sampled.logprobs, ids, strict=True))
         starts = [(int(span.version), span.start) for span in sampled.weight_versions]
         request.future.set_result(Completion.of(ids, logprobs, sampled.finish_reason, starts))
+
+
+def adapter_for(config: VLLMSettings, model: Any, exporter: Exporter, folder: Path) -> Any:
+    """Returns the adapter that travels alone; None if whole weights are sent."""
+    if not config.adapter_only:
+        return None
+    from gspo_env.engines.vllm.adapter import make_adapter
+
+    return make_adapter(model, exporter, folder)
 
 
 def check_loaded(reports: Sequence[dict[str, list[str]]]) -> None:

@@ -43,6 +43,8 @@ class ServerRequests(Engine):
 
     def __init__(self, *, max_slots: int, max_context: int, request_timeout: float) -> None:
         self.weights_version = 0
+        self.adapter = ""
+        """Name of the adapter that the servers sample with; empty for whole weights."""
         self._max_slots, self._max_context = max_slots, max_context
         self._request_timeout = request_timeout
         self._servers: list[Server] = []
@@ -86,6 +88,8 @@ class ServerRequests(Engine):
     ) -> Completion:
         """Samples on a server, and on others as long as that fails."""
         body = {"token_ids": list(prompt_ids), "sampling_params": sampling_fields(sampling)}
+        if self.adapter:
+            body["model"] = self.adapter
         while True:
             server, first = first or await self._choose(), None
             post = self._client(server).post("/inference/v1/generate", json=body)
@@ -96,7 +100,9 @@ class ServerRequests(Engine):
             try:
                 response = await request
                 reason = f"answered {response.status_code}"
-                if response.status_code < 500:
+                if response.status_code == 404 and self.adapter:  # somebody started it again
+                    reason = f"does not have the adapter: {response.text[:200]}"
+                elif response.status_code < 500:
                     done = read_completion(server, response)
                     if isinstance(done, Completion):
                         return done
@@ -185,6 +191,8 @@ class ServerList:
     weights_version: int = 0
     max_context: int = 4096
     request_timeout: float = 1800.0
+    adapter: str = ""
+    """See `ServerRequests.adapter`."""
     lost: str = ""
     """Why no server is left and none starts; empty as long as one may serve."""
 
@@ -228,7 +236,7 @@ class ServerClient(ServerRequests):
             for server in self._servers_by_address.values():
                 server.failures = 0
         self._server_list = server_list
-        self.weights_version = server_list.weights_version
+        self.weights_version, self.adapter = server_list.weights_version, server_list.adapter
         before = self._servers
         self._servers = [self._servers_by_address[address] for address in server_list.servers]
         for server in before:
@@ -257,6 +265,19 @@ def call(client: httpx.Client, method: str, **keywords: str) -> Any:
     """Calls a method in each worker of a server; returns their answers."""
     body = {"method": method, "kwargs": keywords}
     return client.post("/collective_rpc", json=body).raise_for_status().json().get("results")
+
+
+def register_adapter(client: httpx.Client, name: str, folder: str) -> str:
+    """Has a server sample with an adapter on request; returns an error message, or ""."""
+    client.post("/v1/unload_lora_adapter", json={"lora_name": name})  # of an earlier run
+    body = {"lora_name": name, "lora_path": folder}
+    answer = client.post("/v1/load_lora_adapter", json=body)
+    if answer.status_code == 200:
+        return ""
+    return (
+        f"it answered {answer.status_code} to an adapter ({answer.text[:300]}); a running server "
+        "needs --enable-lora, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+    )
 
 
 def reset_cache(client: httpx.Client) -> str:

@@ -23,7 +23,7 @@ import httpx2 as httpx
 import torch
 
 from gspo_env.engines.base import NamedTensors, drained
-from gspo_env.engines.vllm.local import check_loaded, engine_arguments
+from gspo_env.engines.vllm.local import adapter_for, check_loaded, engine_arguments
 from gspo_env.engines.vllm.process import Server, State, make_server, stop, wait
 from gspo_env.engines.vllm.requests import (
     RESET_SECONDS,
@@ -32,11 +32,12 @@ from gspo_env.engines.vllm.requests import (
     ServerRequests,
     call,
     check_server,
+    register_adapter,
     reset_cache,
 )
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.errors import EngineError, MissingExtraError
-from gspo_env.model.export import Exporter, named_weights
+from gspo_env.model.export import Exporter, base_weights, named_weights
 from gspo_env.runtime.processes import PrivateFolder, usable_cores
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,9 @@ class VLLMServerEngine(ServerRequests):
                 "sample; expected no addresses, so that the run starts servers without them"
             )
         self._private = PrivateFolder("gspo-env-servers-")
-        self._folder = Path(config.shared_folder or self._private.path) / "weights"
+        shared = Path(config.shared_folder or self._private.path)
+        self._folder = shared / "weights"
+        self._adapter = adapter_for(config, model, self._exporter, shared / "adapter")
         self._transfer = config.transfer_for(next(model.parameters()).device.type)
         self._source: Any = None
         self._why_lost = ""
@@ -93,17 +96,58 @@ class VLLMServerEngine(ServerRequests):
         self._restarts: list[threading.Thread] = []
         self._servers = [Server(address=a.rstrip("/")) for a in config.addresses]
         try:
-            if not self._servers:
-                self._start_servers(next(model.parameters()).dtype)
-            wait(self._servers, config.server_start_timeout)
-            self._send(named_weights(model), 0)
+            self._begin(model)
+            self._send(named_weights(model, adapter=self.adapter_only), 0)
         except BaseException:
             self.close()
             raise
 
+    def _begin(self, model: Any) -> None:
+        """Starts or joins the servers; has them take the adapter, or gives it up for all."""
+        config, dtype = self._config, next(model.parameters()).dtype
+        if not config.addresses:
+            self._start_servers(dtype)
+        problem = self._without_adapter(model)
+        if self._adapter is not None and problem:
+            from gspo_env.engines.vllm.adapter import warn_whole
+
+            warn_whole(problem)
+            self._adapter, self.adapter = None, ""
+            if not config.addresses:  # without the layers for adapters
+                stop(self._servers)
+                self._servers.clear()
+                self._start_servers(dtype)
+        wait(self._servers, config.server_start_timeout)
+
+    def _without_adapter(self, model: Any) -> str:
+        """Writes base and adapter; returns why a server cannot have them, or an empty string."""
+        if self._adapter is None:
+            return ""
+        from gspo_env.engines.vllm.adapter import NAME
+
+        try:
+            wait(self._servers, self._config.server_start_timeout)
+        except EngineError as error:  # its model has no layers for adapters
+            return str(error)
+        self._adapter.write(named_weights(model, adapter=True))
+        for server in self._servers:
+            with server.client(_SEND_SECONDS) as client:
+                if problem := register_adapter(client, NAME, str(self._adapter.folder)):
+                    return problem
+        self._exporter.write(base_weights(model), self._folder)
+        self.adapter = NAME
+        return ""
+
+    @property
+    def adapter_only(self) -> bool:  # type: ignore[override]
+        """Whether the servers have the base and get the adapter alone."""
+        return bool(self.adapter)
+
     def _start_servers(self, dtype: torch.dtype) -> None:
         config, place = self._config, self._private.path
         arguments = engine_arguments(config, dtype, self._max_slots, self._max_context)
+        if self._adapter is not None:
+            arguments = {**self._adapter.arguments, **arguments}
         if self._transfer != "folder":
             arguments["weight_transfer_config"] = {"backend": self._transfer}
         environment = self._environment(config.kv_cache_gib, config.replicas)
@@ -142,6 +186,7 @@ class VLLMServerEngine(ServerRequests):
             weights_version=self.weights_version,
             max_context=self._max_context,
             request_timeout=self._request_timeout,
+            adapter=self.adapter,
             lost=self._none_left(State.SERVING, *self._coming),
         )
 
@@ -274,6 +319,7 @@ class VLLMServerEngine(ServerRequests):
             "OMP_WAIT_POLICY": "passive",  # the learner and other servers need the cores as well
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(kv_cache_gib))),
             "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": str(int(self._adapter is not None)),
         }
         if self._transfer == "ipc":  # its handles are pickled; nobody else reaches these servers
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -291,7 +337,9 @@ class VLLMServerEngine(ServerRequests):
         states = {State.SERVING, State.READY}
         with self._sending:
             self._sent = version
-            if self._transfer == "folder":
+            if self.adapter:
+                self._adapter.write(named_tensors)
+            elif self._transfer == "folder":
                 self._exporter.write(named_tensors, self._folder)
             else:
                 self._prepare_source(named_tensors)
@@ -336,18 +384,25 @@ class VLLMServerEngine(ServerRequests):
         """Sends the weights to one server; returns an error message, or an empty string."""
         try:
             with server.client(_SEND_SECONDS) as client:
-                if not server.dtype:
+                first = not server.dtype
+                if first:
                     server.dtype = check_server(client, self._transfer)
                 # sampling stops after the current step and keeps its requests; `reset_cache` clears
                 keep = {"mode": "keep", "clear_cache": "false"}
                 client.post("/pause", params=keep).raise_for_status()
                 if self._transfer == "folder":
-                    check_loaded(call(client, "load_checked", folder=str(self._folder)))
+                    if first or not self.adapter:  # a server that starts needs the base as well
+                        check_loaded(call(client, "load_checked", folder=str(self._folder)))
                 else:
                     self._open_channel(server, client)
                     call(client, "start_checking")
                     server.channel.send_weights()
                     check_loaded(call(client, "stop_checking"))
+                if self.adapter:
+                    folder = str(self._adapter.folder)
+                    if first and (problem := register_adapter(client, self.adapter, folder)):
+                        return problem
+                    call(client, "load_adapter", folder=folder)
                 version = {"new_version": str(self._sent)}  # for `Completion.weights_versions`
                 client.post("/update_weight_version", json=version).raise_for_status()
                 problem = reset_cache(client)

@@ -33,6 +33,11 @@ class VLLMSettings:
     """Disables CUDA graphs and compilation: faster start, slower sampling."""
     quantization: str = ""
     """Quantization method, such as `fp8`; empty for none."""
+    adapter_only: bool = False
+    """With `learner.lora_rank`, sends the adapter alone, which vLLM applies: updates are smaller,
+    sampling is slower than with merged weights. Running servers need `--enable-lora`,
+    `--max-lora-rank` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. Where vLLM cannot apply the adapter,
+    whole weights are sent and the log says why."""
     sync_tolerance: Annotated[float, Gt(0)] | None = None
     """After each update of the weights, training stops if the log-probabilities of a probe differ
     from the trainer's by more than this on average. None is 0.001 in float32, 0.3 in half
@@ -98,6 +103,10 @@ class VLLMServer(VLLMSettings):
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
+        if self.adapter_only and self.transfer not in ("auto", "folder"):
+            raise ConfigError(
+                f"transfer is {self.transfer!r} with adapter_only; expected 'folder' or 'auto'"
+            )
         if not all(address.startswith(("http://", "https://")) for address in self.addresses):
             raise ConfigError(
                 f"addresses is {self.addresses!r}; expected http://HOST:PORT for each"
@@ -107,7 +116,7 @@ class VLLMServer(VLLMSettings):
         """Returns the transfer for a model on a device, such as `cpu`."""
         if self.transfer != "auto":
             return self.transfer
-        if device == "cpu":
+        if device == "cpu" or self.adapter_only:
             return "folder"
         return "nccl" if self.addresses else "ipc"
 

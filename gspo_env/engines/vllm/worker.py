@@ -21,7 +21,9 @@ from torch.utils._pytree import tree_leaves
 class CheckedWorker:
     """Methods that vLLM adds to its worker; each is called with `collective_rpc`."""
 
+    add_lora: Any
     get_model: Any
+    list_loras: Any
     reload_weights: Any
     model_config: Any
 
@@ -37,6 +39,17 @@ class CheckedWorker:
         self.start_checking()
         self.reload_weights(weights_iterator=weights or _read(Path(folder)))
         return self.stop_checking()
+
+    def load_adapter(self, folder: str) -> None:
+        """Replaces the only adapter by that of a folder; requests in flight go on with it.
+
+        A server that loads one in place does it anew before each of its steps, from a folder that
+        may have changed since.
+        """
+        from vllm.lora.request import LoRARequest
+
+        (number,) = self.list_loras()
+        self.add_lora(LoRARequest("update", number, folder, load_inplace=True))
 
     def start_checking(self) -> None:
         """Watches which weights the model loads, until `stop_checking`."""
@@ -87,12 +100,12 @@ class _Watch:
 
     def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         if self._expected is None:  # vLLM has removed what it derives from the weights
-            self._expected = {name for name, _ in self._model.named_parameters()}
+            self._expected = {_plain(name) for name, _ in self._model.named_parameters()}
         with _Reads() as reads:
             loaded: set[str] | None = self._load(reads.watched(weights))
         self.unread |= reads.unread
         # a model that returns None does not say what it loaded
-        self._loaded |= self._expected if loaded is None else loaded
+        self._loaded |= self._expected if loaded is None else {_plain(name) for name in loaded}
         self._untouched = _untouched(self._model)
         return loaded
 
@@ -131,7 +144,7 @@ def _tied(model: nn.Module) -> set[frozenset[str]]:
     names: dict[tuple[int, torch.Size], list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         if weight.data_ptr():  # else it has no memory, or none of its own
-            names.setdefault((weight.data_ptr(), weight.shape), []).append(name)
+            names.setdefault((weight.data_ptr(), weight.shape), []).append(_plain(name))
     return {frozenset(same) for same in names.values() if len(same) > 1}
 
 
@@ -146,8 +159,14 @@ def _untouched(model: nn.Module) -> set[str]:
     for path, layer in model.named_modules():
         info = get_layerwise_info(layer)
         if info.can_load() and info.load_numel_total and info.load_numel <= 0:
-            names |= {f"{path}.{name}" for name, _ in layer.named_parameters(recurse=False)}
+            own = layer.named_parameters(recurse=False)
+            names |= {_plain(f"{path}.{name}") for name, _ in own}
     return names
+
+
+def _plain(name: str) -> str:
+    """Returns the name that a weight has without vLLM's layers for adapters."""
+    return name.replace(".base_layer.", ".")
 
 
 def _forget_packed_experts(model: nn.Module) -> None:
