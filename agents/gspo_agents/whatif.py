@@ -35,6 +35,8 @@ class Effect:
     NaN if the outcomes of no group differ."""
     worst: float
     """The same for each group's worst episodes."""
+    outcome: float
+    """Predicted change of the mean outcome; see `predicted`."""
 
 
 Advantages = dict[tuple[int, int, int], FloatArray]
@@ -82,6 +84,8 @@ def effect(batch: Replay, update: Update, its: Gradient, own: Gradient) -> Effec
     after = _logprobs(update.learner, update.samples)
     change = {place: after[n] - before[n] for n, place in enumerate(update.places)}
     best, worst = _by_outcome(batch, change)
+    groups = [[place for place in change if place[0] == n] for n in range(len(batch.batch.groups))]
+    rewards = [[batch.batch.groups[p].episodes[g].outcome for p, g in group] for group in groups]
     return Effect(
         norm=_dot(its.values, its.values) ** 0.5,
         cosine=_cosine(its.values, own.values),
@@ -90,7 +94,32 @@ def effect(batch: Replay, update: Update, its: Gradient, own: Gradient) -> Effec
         turned_turns=_turned(_sums(its.advantages), _sums(own.advantages)),
         best=best,
         worst=worst,
+        outcome=predicted(rewards, [[change[place] for place in group] for group in groups]),
     )
+
+
+def predicted(outcomes: Sequence[Sequence[float]], change: Sequence[Sequence[float]]) -> float:
+    """Predicts by how much an update changes the mean outcome.
+
+    The episodes of a group weigh by exp(change), and their weights are normalised, which takes one
+    of G from the difference. These episodes made the update too, so the prediction is too high;
+    `studies/credit/whatif_exact.py` has by how much.
+
+    Args:
+        outcomes: Those of the episodes of each group.
+        change: The change of the log-probability of each episode.
+
+    Example:
+        >>> round(predicted([[1.0, 0.0]], [[0.1, -0.1]]), 3)
+        0.1
+    """
+    means = []
+    for values_G, change_G in zip(outcomes, change, strict=True):
+        if (size := len(values_G)) > 1:
+            weight_G = np.exp(np.asarray(change_G) - np.max(change_G))
+            difference = weight_G @ values_G / weight_G.sum() - np.mean(values_G)
+            means.append(size / (size - 1) * difference)
+    return float(np.mean(means)) if means else np.nan
 
 
 def gradient(batch: Replay, config: Config) -> Gradient:

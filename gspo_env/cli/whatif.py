@@ -17,7 +17,7 @@ from gspo_env.settings import settings
 
 HEAD = [
     *("arm", "gradient", "cosine", "clipped", "tokens turned", "turns turned"),
-    *("best episodes", "worst episodes"),
+    *("best episodes", "worst episodes", "outcome"),
 ]
 """The columns of `row`."""
 
@@ -32,6 +32,7 @@ def row(name: str, effect: Any) -> list[str]:
         *(name, f"{effect.norm:.3g}", shown(effect.cosine, "z.3f"), f"{effect.clipped:.1%}"),
         *(f"{effect.turned_tokens:.1%}", f"{effect.turned_turns:.1%}"),
         *(shown(effect.best, "+z.3f"), shown(effect.worst, "+z.3f")),
+        shown(effect.outcome, "+z.4f"),
     ]
 
 
@@ -78,8 +79,9 @@ class WhatIf(OfBatch):
         text = (
             "Gradient: norm over the whole batch, and its cosine with the run's. Turned: the sign "
             "of the advantage is not the run's. Episodes: by how many nats the update changes the "
-            "log-probability of each group's best and worst. One batch is one sample: it shows "
-            "what settings do, not which learn better, which gspo-env compare tests."
+            "log-probability of each group's best and worst. Outcome: by how much it would change "
+            "the mean outcome, as this batch tells. One batch is one sample: it "
+            "shows what settings do, not which learn better, which gspo-env compare tests."
         )
         print_markdown(markdown_page(title, [Section(table=table), Section(text=text)]))
         if self.json:
