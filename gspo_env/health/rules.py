@@ -128,6 +128,26 @@ def length_bias(run: Run, limit: float) -> Explanation | None:
     )
 
 
+@rule(limit=0.9, needs=("rollout/paid_alike",), explains=("hacking", "no_variance"))
+def weak_reward(run: Run, limit: float) -> Explanation | None:
+    """The same actions are paid in nearly all tasks, or failures nearly as much as successes."""
+    alike, failure = (run.late(f"rollout/{name}") or 0.0 for name in ("paid_alike", "failure_pay"))
+    if max(alike, failure) < limit:
+        return None
+    text = (
+        f"In {share(alike)} of the tasks {when(run)}, the same actions, such as an empty answer, "
+        "get nearly the highest reward."
+        if alike >= limit
+        else f"Episodes that fail get {share(failure)} of the reward of those that succeed "
+        f"{when(run)}."
+    )
+    env = run.settings.get("env")
+    return text, (
+        f"Attack the reward (`gspo-env audit {env if isinstance(env, str) else 'ENV'}`), and read "
+        "the best episodes (`gspo-env view RUN`)."
+    )
+
+
 @rule(limit=0.9, needs=("rollout/zero_variance_groups",))
 def no_variance(run: Run, limit: float) -> Explanation | None:
     """The episodes of most groups have equal rewards, so nothing is learned from them."""
@@ -203,7 +223,13 @@ def find_in_first_steps(config: Config, history: History) -> Finding | None:
     return None
 
 
-FIRST_STEPS = {truncated: math.inf, length_bias: 0.1, no_variance: 1.0, gradient: 1.0}
+FIRST_STEPS = {
+    truncated: math.inf,
+    length_bias: 0.1,
+    weak_reward: 0.9,
+    no_variance: 1.0,
+    gradient: 1.0,
+}
 """The rules that also judge the first steps of a run in progress, with their limits there."""
 
 

@@ -17,6 +17,7 @@ from gspo_env.health.rules import (
     setting,
     share,
     truncated,
+    weak_reward,
     when,
 )
 from gspo_env.runs.evaluations import (
@@ -263,6 +264,7 @@ RULES: tuple[Rule, ...] = (
     collapse,
     truncated,
     tool_calls,
+    weak_reward,
     hacking,
     length_bias,
     clipped,

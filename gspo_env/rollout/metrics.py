@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
@@ -9,6 +10,11 @@ from typing import get_args
 import numpy as np
 
 from gspo_env.types import Episode, Fork, Group, StopReason
+
+_NEARLY = 0.9
+"""Share of the highest reward of a step that is nearly the highest."""
+_FEWEST = 4
+"""Different tasks, successes and failures from which rewards are compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +110,7 @@ class RolloutStats:
             **({"rollout/redrawn_tasks": float(sum(redrawn))} if redrawn else {}),
             **_fault_metrics([*self.groups, *self.unused], "rollout"),
             "rollout/lone_groups": float(sum(map(_is_lone, self.groups))),
+            **_reward_metrics(played),
             "rollout/tokens": float(self.tokens),
             "rollout/tokens_per_second": self.tokens / self.seconds,
             "time/rollout": self.seconds,
@@ -207,6 +214,39 @@ def _lost(groups: Sequence[Group]) -> int:
 def _is_lone(group: Group) -> bool:
     """Returns whether failures left fewer than two episodes, so that none is compared."""
     return sum(not e.failed for e in group.episodes) < 2 <= len(group.episodes)
+
+
+def _reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Returns how much a reward pays for the same actions everywhere, and for failure."""
+    pays = [float(e.rewards.sum()) + (e.ending.outcome or 0.0) for e in episodes]
+    prompts = [_first_prompt(e) for e in episodes]
+    paid: dict[tuple[str, ...], set[str]] = {}
+    for episode, prompt, pay in zip(episodes, prompts, pays, strict=True):
+        if episode.success and pay >= _NEARLY * max(pays):
+            paid.setdefault(_actions(episode), set()).add(prompt)
+    tasks = len(set(prompts))
+    alike = max(map(len, paid.values()), default=0) / tasks if tasks >= _FEWEST else 0.0
+    won, lost = (
+        [pay for e, pay in zip(episodes, pays, strict=True) if e.ending.success is verdict]
+        for verdict in (True, False)
+    )
+    compared = min(len(won), len(lost)) >= _FEWEST and np.ptp(pays) > 0 and _mean(won) > 0
+    failure = {"rollout/failure_pay": _mean(lost) / _mean(won)} if compared else {}
+    return {"rollout/paid_alike": alike} | failure
+
+
+def _first_prompt(episode: Episode) -> str:
+    """Returns what the policy reads before its first action."""
+    messages = [message.content for message in episode.prompt.messages]
+    return "\n".join([*messages, *(turn.observation for turn in episode.turns[:1])])
+
+
+def _actions(episode: Episode) -> tuple[str, ...]:
+    """Returns the words of the actions; all echoes of the observation are alike."""
+    return tuple(
+        "<echo>" if turn.text == turn.observation else " ".join(re.findall(r"\w+", turn.text))
+        for turn in episode.turns
+    )
 
 
 def _sequences(episode: Episode) -> int:

@@ -19,7 +19,7 @@ METRICS = frozenset(
         *("rollout/zero_variance_groups", "rollout/stop/max_context", "rollout/stop/max_turns"),
         *("rollout/stop/max_turn_tokens", "rollout/stop/timeout"),
         *("train/advantage_rms", "train/clipped_fraction", "train/entropy", "train/failed_saves"),
-        "train/length_biased_groups",
+        *("train/length_biased_groups", "rollout/paid_alike", "rollout/failure_pay"),
         *("train/grad_norm", "train/logprob_diff_mean", "train/loss_scale"),
         *("train/ratio_outside_clip", "train/skipped_steps", "train/sync_logprob_diff"),
         "tracking/non_finite",

@@ -26,7 +26,7 @@ GOOD = {
             *("rollout/env_timeouts", "rollout/staleness_mean", "rollout/dropped_groups"),
             *("rollout/stop/max_turn_tokens", "rollout/stop/max_context"),
             *("rollout/stop/max_turns", "rollout/stop/timeout", "train/skipped_steps"),
-            "train/length_biased_groups",
+            *("train/length_biased_groups", "rollout/paid_alike"),
         ],
         0.0,
     ),
@@ -109,6 +109,8 @@ CASES = [
         | dict.fromkeys(("eval/return", "rollout/return"), (0.2, 0.9)),
         {"eval/success": (0.6, 0.55), "eval/return": (0.2, 0.9)},
     ),
+    ("weak_reward", {"rollout/paid_alike": 0.95}, {"rollout/paid_alike": 0.8}),
+    ("weak_reward", {"rollout/failure_pay": 0.95}, {"rollout/failure_pay": 0.8}),
     (
         "length_bias",
         {"train/length_biased_groups": 0.2},
