@@ -173,7 +173,8 @@ def start_engine(model: Any, config: Config, *, ahead: bool = False) -> Engine:
         ahead: Whether the engine samples while the learner updates its weights.
 
     Raises:
-        ConfigError: The engine has no weights of its own, and is to sample meanwhile.
+        ConfigError: The engine has no weights of its own, or undoes updates, and is to sample
+            meanwhile.
     """
     settings, limits = config.engine, config.rollout
     if ahead and isinstance(settings, Transformers):
@@ -187,6 +188,13 @@ def start_engine(model: Any, config: Config, *, ahead: bool = False) -> Engine:
             f"supply.max_staleness is {config.supply.max_staleness}, and the engine "
             f"{name_of('engine', settings)!r} shares the weights of the learner; expected 0, or an "
             "engine with weights of its own (gspo_env.engines.Engine.copies)"
+        )
+    if ahead and engine.undo_updates:
+        engine.close()
+        raise ConfigError(
+            f"engine.undo_updates is True and supply.max_staleness is "
+            f"{config.supply.max_staleness}; expected 0, because episodes that are played ahead "
+            "get the weights before they are accepted"
         )
     return engine
 

@@ -94,6 +94,8 @@ class Engine:
     tolerance: float | None = None
     """Greatest mean difference of the copies from the trainer's log-probabilities; None follows
     from the dtype."""
+    undo_updates: bool = False
+    """Whether training undoes an update after which the copies differ by more than `tolerance`."""
     adapter_only: bool = False
     """Whether updates of the weights are those of the learner's LoRA adapter alone."""
     updates_in_flight: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -164,6 +164,13 @@ class Loop:
         if not self.buffer.ahead:
             await self.collector.engine.sleep()
         tokens: Tokens = {}
+        sync: Callable[[int], Awaitable[dict[str, float]]] = self._sync
+        if self.collector.engine.undo_updates:
+            from gspo_env.training.acceptance import Undo
+
+            limit = config.learner.max_skipped_steps
+            undo = Undo(self.learner)
+            sync = partial(undo.sync, self._sync, history=self.history, limit=limit)
         if samples:
             seed = derive_seed("batch", config.seed, step)
             if config.episodes.keep_batches != "none":
@@ -172,7 +179,7 @@ class Loop:
             with part("update"):
                 metrics |= await self.buffer.run(update)
             tokens = {(*numbers[n], turn): v for (n, turn), v in self.learner.tokens.items()}
-        metrics |= credit.metrics() | await self._sync(step)
+        metrics |= credit.metrics() | await sync(step)
         self.buffer.advance(step)
         if self.writer:
             metrics["train/failed_saves"] = float(self.writer.checkpoints.failed)

@@ -33,6 +33,14 @@ _TEXTS = (
 _NEW_TOKENS = 16
 
 
+class WeightsDifferError(EngineError):
+    """Engine and trainer differ by more than the bound after an update of the weights."""
+
+    def __init__(self, message: str, difference: float) -> None:
+        super().__init__(message)
+        self.difference = difference
+
+
 Run = Callable[[Callable[[], list[FloatArray]]], Awaitable[list[FloatArray]]]
 """Runs a function, such as in another thread."""
 
@@ -103,7 +111,8 @@ async def check_sync(
         The metric `train/sync_logprob_diff`; nothing for an engine on the learner's own weights.
 
     Raises:
-        EngineError: The difference is above the bound, or the engine does not answer.
+        WeightsDifferError: The difference is above the bound.
+        EngineError: The engine does not answer.
     """
     engine, limits = collector.engine, collector.config
     if not engine.copies:
@@ -138,11 +147,12 @@ async def check_sync(
     usual = max(TOLERANCE.get(dtype, HALF_TOLERANCE) for dtype in dtypes)
     bound = usual if engine.tolerance is None else engine.tolerance
     if not difference_mean <= bound:
-        raise EngineError(
+        raise WeightsDifferError(
             "after an update of the weights, the engine's log-probabilities of a probe differ from "
             f"the trainer's by {above(difference_mean, bound)} on average; expected at most "
             f"{bound:g} in {' and '.join(sorted(dtypes))}: the engine computes another model, or "
             "some weights did not reach it; choose the engine `transformers`, or raise "
-            "sync_tolerance of this one if you know why they differ"
+            "sync_tolerance of this one if you know why they differ",
+            difference_mean,
         )
     return {"train/sync_logprob_diff": difference_mean}

@@ -2,18 +2,21 @@
 
 import asyncio
 import copy
+import dataclasses
 import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.learners import learner_of
 from support.runs import tiny
 
 from gspo_agents.gspo import GSPOAgent
+from gspo_env.config import override
 from gspo_env.engines import Engine
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.registration import make_env
-from gspo_env.errors import EngineError, above
+from gspo_env.errors import EngineError, TrainingError, above
 from gspo_env.model.export import named_weights
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
@@ -150,6 +153,74 @@ def test_a_run_probes_an_engine_that_has_a_copy_and_no_other(in_folder, copying)
     ]
     assert len(seen) == (2 if copying else 0)
     assert all(0 < value < 1e-4 for value in seen)
+
+
+class Rejecting(Copying):
+    """An engine that computes another model after the first sync of some versions."""
+
+    undo_updates = True
+
+    def __init__(self, model, bad, again=False):
+        super().__init__(model)
+        self.bad, self.again, self.seen = bad, again, []
+
+    async def update_weights(self, named_tensors, version):
+        await super().update_weights(named_tensors, version)
+        if version in self.bad and (self.again or version not in self.seen):
+            perturb(self.models[0])
+        self.seen.append(version)
+
+
+def rejecting_run(folder, bad, steps=4, **changes):
+    config = tiny(
+        **{"steps": steps, "output": str(folder), "learner": {"entropy_coef": 0.01}},
+        recipe={"imitation_steps": 4},
+        checkpoints={"save_every": 1, "keep": 9},
+    )
+    agent = GSPOAgent(config=override(config, changes))
+    agent._engine = Rejecting(agent.model, bad)
+    return agent
+
+
+def weights_at(folder, step):
+    (file,) = (folder / "checkpoints" / f"step-{step:06d}").glob("*.safetensors")
+    return load_file(file)
+
+
+@pytest.mark.parametrize("bad", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_update_that_is_rejected_is_undone_and_a_resumed_run_goes_on_alike(tmp_path, bad):
+    whole = rejecting_run(tmp_path / "whole", {bad}).train()
+    metrics = [m for _, m in whole if "train/undone_updates" in m]
+    undone_updates = [m["train/undone_updates"] for m in metrics]
+    assert undone_updates == [float(n == bad) for n in range(1, 5)]
+    assert metrics[bad - 1]["train/rejected_logprob_diff"] > 1e-3
+    assert all(m["train/sync_logprob_diff"] < 1e-4 for m in metrics)
+    former, undone, later = (weights_at(tmp_path / "whole", bad + n) for n in (-1, 0, 1))
+    assert former.keys() == undone.keys()
+    assert all(torch.equal(former[name], undone[name]) for name in former)
+    assert not all(torch.equal(later[name], undone[name]) for name in undone)
+    part = rejecting_run(tmp_path / "parts", {bad}, steps=bad)
+    part.train()
+    agent = GSPOAgent.resume(tmp_path / "parts", dataclasses.replace(part.config, steps=4))
+    agent._engine = Rejecting(agent.model, ())
+    agent.train()
+    whole_end, parts_end = (weights_at(tmp_path / name, 4) for name in ("whole", "parts"))
+    assert all(torch.equal(whole_end[name], parts_end[name]) for name in whole_end)
+
+
+@pytest.mark.slow
+def test_an_engine_that_differs_after_the_update_is_undone_stops_the_run(tmp_path):
+    agent = rejecting_run(tmp_path / "run", {2})
+    agent._engine.again = True
+    with pytest.raises(EngineError, match="differ from the trainer's"):
+        agent.train()
+
+
+@pytest.mark.slow
+def test_too_many_undone_updates_in_a_row_stop_the_run(tmp_path):
+    agent = rejecting_run(tmp_path / "run", {2, 3, 4}, learner={"max_skipped_steps": 2})
+    with pytest.raises(TrainingError, match=r"3 updates in a row were undone"):
+        agent.train()
 
 
 @pytest.mark.parametrize("bound", [1e-4, 1.04e-4, 0.3, 2.0])

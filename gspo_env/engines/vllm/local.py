@@ -96,7 +96,7 @@ class VLLMEngine(Engine):
         self._sleeps = config.sleep_during_update and torch.cuda.is_available()
         self._asleep = False
         self._in_place = config.tensor_parallel_size == 1
-        self.tolerance = config.tolerance
+        self.tolerance, self.undo_updates = config.tolerance, config.undo_updates
         self._folder = PrivateFolder("gspo-env-vllm-")
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
         self._adapter = adapter_for(config, model, self._exporter, self._folder.path / "adapter")

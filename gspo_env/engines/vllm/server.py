@@ -67,7 +67,7 @@ class VLLMServerEngine(ServerRequests):
         timeout = config.request_timeout
         super().__init__(max_slots=max_slots, max_context=max_context, request_timeout=timeout)
         self.servers_lost = self.server_restarts = 0
-        self.tolerance = config.tolerance
+        self.tolerance, self.undo_updates = config.tolerance, config.undo_updates
         self._config = config
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
         if config.addresses and self._exporter.is_padded:

@@ -42,6 +42,10 @@ class VLLMSettings:
     """After each update of the weights, training stops if the log-probabilities of a probe differ
     from the trainer's by more than this on average. None is 0.001 in float32, 0.3 in half
     precision, and no limit for quantized weights."""
+    undo_updates: bool = False
+    """Undoes such an update and trains on the next batch. The run stops if the former weights
+    differ as well, or after more than `learner.max_skipped_steps` of them in a row. Needs a copy of
+    the trained weights and the optimiser's state."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Other arguments of vLLM's engine; they override all of the above."""
 
