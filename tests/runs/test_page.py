@@ -56,6 +56,14 @@ def data_of(page):
     return {name: json.loads(zlib.decompress(base64.b64decode(data))) for name, data in found}
 
 
+def test_the_page_knows_the_steps_whose_batches_are_kept(tmp_path):
+    run = write_run(tmp_path / "run")
+    for name in ("step-000002", "step-000010", ".step-000011.7.part"):
+        (run / "batches" / name).mkdir(parents=True)
+    opened = Run.open(run)
+    assert json.loads(make_index(opened, []))["batches"] == [2, 10]
+
+
 def test_no_text_of_a_policy_or_an_environment_is_part_of_the_html(tmp_path):
     run = write_run(tmp_path / "run", text=HOSTILE)
     page = write_page(Run.open(run), tmp_path / "page.html").read_text()

@@ -129,6 +129,7 @@ export function Conversation({ index, episode }: { index: Index; episode: Episod
   const e = index.episodes;
   const { row, turns } = episode;
   const last = turns[turns.length - 1];
+  const kept = index.texts.phase[e.phase[row]] === "train" && index.batches.includes(e.step[row]);
   return (
     <div class="conversation" key={String(open)}>
       <button type="button" class="small" onClick={() => setOpen(!open)} aria-pressed={open}>{open ? "Fold all" : "Unfold all"}</button>
@@ -145,6 +146,7 @@ export function Conversation({ index, episode }: { index: Index; episode: Episod
               <Reward value={turn.reward} />
               {advantage !== null && <span class={`reward ${advantage > 0 ? "good" : advantage < 0 ? "bad" : "none"}`}>advantage {signed(advantage)}</span>}
               {turn.parts && Object.entries(turn.parts).map(([name, value]) => <span key={name} class="part">{name} {signed(value)}</span>)}
+              {kept && <code title="Plays on from this turn">gspo-env rewind {index.run.name} --step {e.step[row]} --episode {e.group[row]}-{e.member[row]} --turn {k + 1}</code>}
               <small>{turn.action_ids.length} tokens, {seconds(turn.generate_seconds)}; environment {seconds(turn.step_seconds)}</small>
             </div>
             {(fresh || forked) && <p class="fork">{fresh ? "A new token sequence begins here." : `Continues turn ${turn.parent! + 1}: the sequence forks.`}{turn.fork && ` ${reasons[turn.fork] ?? turn.fork}`}</p>}

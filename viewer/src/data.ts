@@ -64,6 +64,7 @@ export interface Index {
   episodes: Record<Column, any[]>;
   tokens: Record<string, string>;
   left_out: number;
+  batches: number[];
 }
 
 async function inflate(id: string): Promise<any> {
