@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from gspo_env import TextEnv, ToolEnv, tool
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.learner import GSPO
+from gspo_envs.text.lookup import LookupEnv
 
 WORDS = ["ant", "bee", "cat", "dog", "eel"]
 RIGHT = "cat"
@@ -100,6 +101,29 @@ class Malformed(ToolEnv):
         broken = noise > 0 and self.np_random.random() < 0.2
         end = "}" if broken else "}}"
         return f'<tool_call>{{"name": "pick", "arguments": {{"word": "{word}"{end}</tool_call>'
+
+
+class Repeats(LookupEnv):
+    """Pays for each call that begins inside of another, which the demonstrator writes at times."""
+
+    def __init__(self):
+        super().__init__(hops=1, entries=6)
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        return (
+            observation,
+            reward + max(0, action.count("<tool_call>") - 1),
+            terminated,
+            truncated,
+            info,
+        )
+
+    def expert_action(self, noise=0.0):
+        action = super().expert_action(noise)
+        opening, mark, _ = action.partition('{"key": "')
+        slips = mark and noise and self.np_random.random() < 0.06
+        return opening + mark + action if slips else action
 
 
 class Trap(Pick):

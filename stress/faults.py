@@ -82,6 +82,15 @@ FAILING = (
             "rollout": {"max_turn_tokens": 24, "max_context": 384},
         },
     ),
+    Case(
+        name="repeated marks are paid",
+        expected="control_tokens",
+        env="Repeats",
+        changes={
+            "recipe": {"demonstrations": 1000, "imitation_steps": 150, "hidden_size": 64},
+            "rollout": {"max_turn_tokens": 24, "max_context": 384},
+        },
+    ),
     Case(name="another engine", expected="engine", changes={"engine": f"{ENVS}:Apart"}),
     Case(
         name="a small reward that is easy",

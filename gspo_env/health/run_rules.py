@@ -137,6 +137,28 @@ def stale(run: Run, limit: float) -> Explanation | None:
 
 
 @rule(
+    limit=0.05,
+    needs=("rollout/repeated_marks",),
+    explains=("collapse", "tool_calls", "hacking", "no_variance"),
+)
+def control_tokens(run: Run, limit: float) -> Explanation | None:
+    """Turns repeat a control token or a mark of calls, as before a format collapses.
+
+    In a sound call, another mark is between two equal ones; arXiv 2606.26027.
+    """
+    repeated = run.late("rollout/repeated_marks") or 0.0
+    if repeated < limit:
+        return None
+    return (
+        f"The policy repeats control tokens: {repeated:.2g} a turn follow the same one "
+        f"{when(run)}, and {run.early('rollout/repeated_marks') or 0.0:.2g} at first.",
+        "The format of its actions collapses next. Read such turns (`gspo-env view RUN`); reward "
+        f"no action for them, lower the learning rate ({setting(run, 'learner.learning_rate')}) or "
+        "add --loss.kl-coef 0.01.",
+    )
+
+
+@rule(
     limit=3.5,
     needs=("rollout/success",),
     explains=("clipped", "tool_calls", "truncated", "hacking", "no_variance"),
@@ -261,6 +283,7 @@ RULES: tuple[Rule, ...] = (
     late_turns,
     engine,
     stale,
+    control_tokens,
     collapse,
     truncated,
     tool_calls,

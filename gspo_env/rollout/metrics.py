@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import get_args
 
 import numpy as np
 
+from gspo_env.tools.marks import REPEATABLE, control_marks
 from gspo_env.types import Episode, Fork, Group, StopReason
 
 _NEARLY = 0.9
@@ -164,6 +166,24 @@ class Evaluation:
             **{f"eval/{name}/success_greedy": stats.success for name, stats in greedy},
             **_environment_metrics(self.groups, "eval"),
         }
+
+
+def control_metrics(groups: Sequence[Group], controls: Collection[str]) -> dict[str, float]:
+    """Returns how often the policy samples control tokens and marks of calls.
+
+    Args:
+        groups: The groups of a step.
+        controls: The texts of the tokenizer's control tokens.
+    """
+    episodes = [e for e in _played(groups) if e.turns]
+    marks = [control_marks(turn.text, controls) for e in episodes for turn in e.turns]
+    pairs = [pair for each in marks for pair in pairwise(each)]
+    repeated = sum(a == b and a not in REPEATABLE for a, b in pairs)
+    return {
+        "rollout/control_tokens": sum(map(len, marks))
+        / max(1, sum(episode.model_tokens for episode in episodes)),
+        "rollout/repeated_marks": repeated / max(1, len(marks)),
+    }
 
 
 def by_environment(groups: Sequence[Group]) -> dict[str, EpisodeStats]:

@@ -15,6 +15,7 @@ METRICS = frozenset(
         *("train/logprob_diff_p99", "train/logprob_diff_turn_1", *LATER_TURNS),
         *("rollout/success", "rollout/return", "rollout/return_std", "rollout/turns"),
         *("rollout/tokens", "rollout/episodes_before", "rollout/lost_episodes"),
+        "rollout/repeated_marks",
         *("rollout/malformed_calls", "rollout/redrawn_tasks", "rollout/staleness_mean"),
         *("rollout/zero_variance_groups", "rollout/stop/max_context", "rollout/stop/max_turns"),
         *("rollout/stop/max_turn_tokens", "rollout/stop/timeout"),

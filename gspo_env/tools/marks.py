@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from gspo_env.tools.json_calls import Schemas
 
@@ -73,7 +73,24 @@ MARKS: Mapping[str, tuple[str, str]] = {
 """The mark that ends a call and the family of its body, by the mark that begins it."""
 MARK = re.compile("|".join([*map(re.escape, MARKS), rf"<{SPACE}invoke name=(?=\")"]))
 """A mark that begins a call, with a namespace or without one."""
+_TAGS = {mark for pair in MARKS.items() for mark in (pair[0], pair[1][0])}
+_TAGS = {mark for mark in _TAGS if mark[:1] in ("<", "[") or mark.startswith(MINIMAX)}
+REPEATABLE = {'<|"|>', "<escape>", "<function_call>"} | {m for m in MARKS if not MARKS[m][0]}
+"""Control tokens that a sound text may repeat: quotation marks, and marks of calls without an end.
+
+Granite writes no `</function_call>`."""
 _STARTS = ("{", "[", "Action:", "\u273fFUNCTION\u273f:")
+
+
+def control_marks(text: str, controls: Iterable[str]) -> list[str]:
+    """Returns the control tokens and the marks of calls in a text.
+
+    Example:
+        >>> control_marks("<tool_call><tool_call>{}</tool_call>", ["<|im_end|>"])
+        ['<tool_call>', '<tool_call>', '</tool_call>']
+    """
+    listed = sorted(_TAGS | set(controls), key=len, reverse=True)
+    return re.findall("|".join(map(re.escape, listed)), text)
 
 
 def may_have_calls(text: str, schemas: Schemas) -> bool:

@@ -22,7 +22,7 @@ from gspo_env.health.startup import check_first_steps
 from gspo_env.learner.settings import Trainer
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
-from gspo_env.rollout.metrics import Evaluation, RolloutStats
+from gspo_env.rollout.metrics import Evaluation, RolloutStats, control_metrics
 from gspo_env.runs.names import AS_SHIPPED
 from gspo_env.runs.run import History, is_complete
 from gspo_env.seeding import derive_seed, generator_states, set_generator_states
@@ -154,6 +154,7 @@ class Loop:
         groups, every_group = stats.groups, [*stats.groups, *stats.unused]
         metrics = stats.metrics() | {"rollout/episodes_before": self.episodes_played}
         metrics |= self.tasks.record(every_group)
+        metrics |= control_metrics(groups, self.collector.chat.text.control_ids)
         self.episodes_played += config.branching.episodes(every_group)
         metrics |= config.compaction.metrics(groups) | config.branching.metrics(groups)
         credit = self._credit(groups, [*before, *groups])

@@ -92,6 +92,12 @@ class AllGroups:
         self.walks = list(_walks(problem, 0))
         pairs = itertools.combinations_with_replacement(range(len(self.walks)), size)
         self.groups_MG = np.array(list(pairs))
+        self.orders_M = np.array(
+            [
+                math.factorial(size) / math.prod(map(math.factorial, np.bincount(members)))
+                for members in self.groups_MG
+            ]
+        )
         episodes = [_episode(problem, walk) for walk in self.walks]
         tokens: list[tuple[int, ...]] = []
         advantages: list[float] = []
@@ -119,6 +125,15 @@ class AllGroups:
         square = float(mean_D @ mean_D) + noise / GROUPS
         return direction_of(mean_D, square, true_gradient(self.problem, policy)[0].ravel())
 
+    def _walk_chances(self, policy: FloatArray) -> FloatArray:
+        chances = probabilities(self.problem, policy)[1]
+        return np.array([math.prod(chances[pair] for pair in walk) for walk in self.walks])
+
+    def chances(self, policy: FloatArray) -> FloatArray:
+        """Returns the probability of each group (M,) if a policy samples it."""
+        chance_M: FloatArray = self._walk_chances(policy)[self.groups_MG].prod(1) * self.orders_M
+        return chance_M
+
     def updates(
         self,
         loss: Loss | Centred,
@@ -137,14 +152,9 @@ class AllGroups:
             age: How many updates ago it sampled.
         """
         m_N, episode_N, turn_N, *place = self.tokens_6N
-        chances = probabilities(self.problem, engine)[1]
-        walk_W = np.array([math.prod(chances[pair] for pair in walk) for walk in self.walks])
+        walk_W = self._walk_chances(engine)
         length_W = np.array([len(walk) * self.problem.tokens for walk in self.walks])
-        orders = [
-            math.factorial(self.size) / math.prod(map(math.factorial, np.bincount(members)))
-            for members in self.groups_MG
-        ]
-        chance_M = walk_W[self.groups_MG].prod(1) * orders
+        chance_M = self.chances(engine)
         logs = [
             torch.tensor(probabilities(self.problem, x)[0][*place]) for x in (policy, old, engine)
         ]

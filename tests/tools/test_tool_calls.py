@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.shop import TOOLS, as_text, calls_in_tool_env, step
 from support.tool_cases import CASES, FORMATS
-from support.turns import episode
+from support.turns import episode, turn
 
 from gspo_env.chat.fields import parse_json
 from gspo_env.cli.capture import to_lines
 from gspo_env.env.base import Action
 from gspo_env.episodes.writer import tool_calls
 from gspo_env.errors import RefusedError
+from gspo_env.rollout.metrics import control_metrics
 from gspo_env.serving import Request
 from gspo_env.serving.dialects.chat import Chat
 from gspo_env.serving.dialects.messages import Messages
@@ -23,7 +24,7 @@ from gspo_env.serving.dialects.responses import Responses
 from gspo_env.tools.calls import parse_message, parse_tool_calls, read_action
 from gspo_env.tools.json_calls import ToolCallError, warn_of_unread
 from gspo_env.tools.tool import Tool, format_tool_call
-from gspo_env.types import Message, Prompt, ResetInfo, ToolCall, Turn
+from gspo_env.types import Group, Message, Prompt, ResetInfo, StopReason, ToolCall, Turn
 from gspo_envs.program.env import to_reply
 from gspo_envs.tools.sql import SQLEnv
 
@@ -932,3 +933,22 @@ def test_strict_without_the_package_is_refused_and_not_ignored(monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonschema", None)
     with pytest.raises(RefusedError, match="jsonschema"):
         strict({**KEY, "title": "one that no other test has checked"})
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_sound_calls_repeat_no_mark(family):
+    text = FORMATS[family]
+    controls = re.findall(r"<[|\uff5c][^>]*[|\uff5c]>|\[[A-Z_]+\]|</?think>", text)
+    turns = turn(text=f"{text}\n{text}"), turn(text=f"<think>a</think>{text}")
+    group = Group(task=episode().task, episodes=(episode(*turns), episode(turns[1])))
+    assert control_metrics([group], controls)["rollout/repeated_marks"] == 0
+
+
+def test_control_tokens_and_repeated_marks_are_counted_without_failed_episodes():
+    broken = turn(text="<tool_call><tool_call>{<|x|><|x|><|x|>", action_ids=tuple(range(10)))
+    played = episode(turn(text="a"), broken), episode(turn(text="<|x|> b"), turn(text="c"))
+    lost = episode(broken, reason=StopReason.ERROR, error="it broke")
+    group = Group(task=lost.task, episodes=(*played, lost))
+    metrics = control_metrics([group], ["<|x|>", "<|end|>"])
+    assert metrics == {"rollout/control_tokens": 6 / 16, "rollout/repeated_marks": 3 / 4}
+    assert not any(control_metrics([], []).values())
