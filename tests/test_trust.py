@@ -57,6 +57,10 @@ ATTACKS = {
     "an environment of a file": ({"env": "theirs/helper.py:Env"}, "--env theirs/helper.py:Env"),
     "a module": ({"env": "helper:Env"}, "--env helper:Env"),
     "an environment that a plugin registers": ({"env": "plugin/Theirs-v0"}, "--env plugin/"),
+    "a container": (
+        {"env": "gspo/PythonTool-v0", "env_kwargs": {"sandbox": "podman:x"}},
+        "--env-kwargs sandbox=podman:x",
+    ),
     "an MCP server": (
         {"env": "gspo/MCP-v0", "env_kwargs": {"servers": {"x": MCP}, "data": [{"prompt": "x"}]}},
         "--env-kwargs 'servers={",

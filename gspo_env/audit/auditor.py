@@ -115,6 +115,7 @@ def audit(
     allow: float = 0.25,
     gold: float = 1.0,
     train: int = 320,
+    solutions: bool = False,
     seed: int = 0,
     max_turns: int = 16,
     timeout: float = 60.0,
@@ -128,6 +129,7 @@ def audit(
         allow: The largest share of gold's reward that an attacker may get.
         gold: Reward of a solved task, for an environment without `expert_action`.
         train: Episodes of a policy over the attackers that learns from the reward alone.
+        solutions: Only play the expert, which must pass, and nothing, which must fail.
         seed: The first seed.
         max_turns: Turns after which an episode is cut.
         timeout: Seconds that one call of the environment may take.
@@ -146,7 +148,7 @@ def audit(
     env_id, thread = resolve_env(env), EnvThread()
     try:
         instance = thread.guard(env_id, timeout, make_env, env, **(env_kwargs or {}))
-        auditor = _Auditor(env_id, instance, seed, max_turns)
+        auditor = _Auditor(env_id, instance, seed, max_turns, solutions)
         try:
             return thread.guard(env_id, timeout, auditor.result, tasks, allow, gold, train)
         finally:
@@ -158,7 +160,8 @@ def audit(
 class _Auditor:
     """Plays in one environment."""
 
-    def __init__(self, env_id: str, env: Any, seed: int, max_turns: int) -> None:
+    def __init__(self, env_id: str, env: Any, seed: int, max_turns: int, solutions: bool) -> None:
+        self.solutions, self.attackers = solutions, IDLE[:1] if solutions else tuple(ATTACKERS)
         self.env_id, self.env, self.seed, self.max_turns = env_id, env, seed, max_turns
         self.faults = FaultLog()
         self.score: Score = "turns"
@@ -186,28 +189,29 @@ class _Auditor:
             self.score = declared_score(self.env_id, self.env) or auto_score(every)
             solved = [episode for episode in by_name.get(GOLD, ()) if episode.success]
             self.gold = mean(map(self.reward, solved)) if solved else gold
-            if train and not overrides(self.env, "group_reward"):
+            if train and not self.solutions and not overrides(self.env, "group_reward"):
                 by_name[LEARNED] = self.learned(tasks, train)
             rows = {name: self.row(name, episodes) for name, episodes in by_name.items()}
             free = [
                 key
                 for key, group in zip(looks, groups, strict=True)
                 if any(
-                    self.reward(group[n]) >= self.goal(group) and not group[n].failed for n in IDLE
+                    self.reward(group[n]) >= self.goal(group) and not group[n].failed
+                    for n in set(IDLE) & set(self.attackers)
                 )
             ]
             odd = self.disagreements([e for episodes in by_name.values() for e in episodes])
-            checks = (
-                self.replayed(by_name.get(GOLD, ())),
-                self.paid(rows, allow),
-                self.free(free, len(tasks)),
-                self.escape(by_name, allow),
-                self.agreement(by_name, odd),
-                *self.directions(by_name),
-                self.lengths(by_name),
-                self.variance(every),
-                self.repeats(tasks),
-            )
+            checks = [self.replayed(by_name.get(GOLD, ())), self.free(free, len(tasks))]
+            if not self.solutions:
+                checks[1:1] = [self.paid(rows, allow)]
+                checks += [
+                    self.escape(by_name, allow),
+                    self.agreement(by_name, odd),
+                    *self.directions(by_name),
+                    self.lengths(by_name),
+                    self.variance(every),
+                    self.repeats(tasks),
+                ]
         return Audit(
             env_id=self.env_id,
             allow=allow,
@@ -262,9 +266,9 @@ class _Auditor:
     def members(self, task: Task, expert: Episode | None) -> dict[str, Episode]:
         """Returns the episodes of one task, scored as one group."""
         played = {} if expert is None else {GOLD: expert}
-        if expert is not None:
+        if expert is not None and not self.solutions:
             played[NOISY] = self.play(task, demonstrator(0.5))
-        for name in ATTACKERS:
+        for name in self.attackers:
             played[name] = self.play(task, self.attack(task, name))
         return dict(zip(played, self.scored(task, list(played.values())), strict=True))
 
@@ -334,12 +338,17 @@ class _Auditor:
 
     def replayed(self, gold: Sequence[Episode]) -> Finding | None:
         """Whether the expert succeeds."""
-        won = sum(bool(episode.success) for episode in gold)
+        lost = [episode.reset.task_key or "" for episode in gold if not episode.success]
+        won = len(gold) - len(lost)
         if not gold:
             return None
         text = f"The expert succeeds in {won} of {len(gold)} tasks."
         advice = "" if won else "Shares are of --gold; see that a right solution is a success."
-        return Finding(name="gold", text=text, advice=advice, ok=won > 0)
+        solves = attribute(self.env, "expert_solves", False)
+        if lost and (solves or self.solutions):
+            text += f" Not in {', '.join(sorted(lost)[:8])}{', ...' * (len(lost) > 8)}."
+            advice = advice or "Mend them or leave them out: their solution fails."
+        return Finding(name="gold", text=text, advice=advice, ok=won > 0 and not (lost and solves))
 
     def paid(self, rows: Mapping[str, Row], allow: float) -> Finding:
         """Which attackers are paid."""

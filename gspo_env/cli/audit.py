@@ -37,6 +37,8 @@ class Audit:
     train: Annotated[int, Ge(0)] = 320
     """Episodes of a tiny policy that combines attackers and learns from the reward alone; not with
     a `group_reward`, such as a judge."""
+    solutions: bool = False
+    """Only play the expert, which must pass each task, and nothing, which must fail."""
     seed: Annotated[int, Ge(0)] = 0
     """The first seed of the tasks."""
     max_turns: Annotated[int, Ge(1)] = 16
@@ -59,7 +61,7 @@ class Audit:
         from gspo_env.audit.page import lines, page
         from gspo_env.redaction import visible
 
-        names = ("tasks", "allow", "gold", "train", "seed", "max_turns", "env_kwargs")
+        names = ("tasks", "allow", "gold", "train", "solutions", "seed", "max_turns", "env_kwargs")
         result = audit(self.env, **{name: getattr(self, name) for name in names})
         text = json.dumps({"sound": result.is_sound, **dataclasses.asdict(result)}, indent=1)
         if self.output:

@@ -172,6 +172,9 @@ class TextEnv(gymnasium.Env[str, str]):
     rewards_by_agent: bool = False
     """Whether each agent has a reward of its own, under its name in the last `reward_parts`, as
     opponents have. Only an estimator with `credits_agents = True` then trains a run."""
+    expert_solves: bool = False
+    """Whether `expert_action` solves every task, so that `gspo-env audit` reports those that it
+    doesn't as broken."""
     group_reward: Callable[[Any], Awaitable[Any] | Any] | None = None
     """Adds rewards that see all finished episodes of a group: takes and returns a
     `gspo_env.types.Group`; see `gspo_env.rewards.score_group`. An `async def` must wait with

@@ -44,6 +44,7 @@ _BUILTIN = {
     "gspo/Dialogue-v0": "gspo_envs.dialogue.env:DialogueEnv",
     "gspo/GuessNumber-v0": "gspo_envs.text.guess_number:GuessNumberEnv",
     "gspo/GymText-v0": "gspo_envs.adapters.gym_text:GymTextEnv",
+    "gspo/Harbor-v0": "gspo_envs.harbor.env:HarborEnv",
     "gspo/KeyDoor-v0": "gspo_envs.diagnostic.diagnostics:KeyDoorEnv",
     "gspo/Lookup-v0": "gspo_envs.text.lookup:LookupEnv",
     "gspo/MCP-v0": "gspo_envs.tools.mcp.env:MCPEnv",

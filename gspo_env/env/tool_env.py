@@ -17,7 +17,12 @@ from uuid import UUID
 import numpy as np
 
 from gspo_env.env.base import Action, StepResult, TextEnv
-from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.errors import (
+    ConfigError,
+    EnvironmentContractError,
+    EnvironmentCrashError,
+    SandboxUnavailableError,
+)
 from gspo_env.redaction import clean
 from gspo_env.runtime.loops import settle
 from gspo_env.runtime.threads import foreign, log_once
@@ -194,8 +199,8 @@ class ToolEnv(TextEnv):
             return self._error(str(error))
         try:
             text = _as_text(tool, settle(tool.function(**arguments), f"tool {tool.name}"))
-        except EnvironmentContractError:
-            raise
+        except (EnvironmentContractError, EnvironmentCrashError, SandboxUnavailableError):
+            raise  # the episode is lost
         except Exception as error:  # a tool may raise anything; the policy reads it
             failure = foreign(error)
             log_once(f"tool {tool.name}", error, "the policy reads it, and ")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo_env.errors import ConfigError, SandboxUnavailableError
 from gspo_env.runtime.processes import PrivateFolder, read_streams
@@ -30,6 +30,9 @@ from gspo_env.sandbox.launcher import (
     make_request,
     wait_for_end,
 )
+
+if TYPE_CHECKING:
+    from gspo_env.sandbox.session import SandboxSession
 
 __all__ = [
     "PORT",
@@ -167,6 +170,7 @@ class Sandbox:
         stdin: str = "",
         variables: Mapping[str, str] | None = None,
         port: int = PORT,
+        links: Mapping[str, str] | None = None,
     ) -> Iterator[JailedCommand]:
         """Starts a command, which ends with the block; `seconds` and `output_kib` do not count.
 
@@ -179,13 +183,29 @@ class Sandbox:
             stdin: Its standard input.
             variables: Its environment variables, beside `HOME`, `TMPDIR`, `LANG` and `PATH`.
             port: The port of the socket, at 127.0.0.1 inside.
+            links: Symbolic links inside, with what they lead to.
 
         Raises:
             SandboxUnavailableError: It cannot be isolated; `allow_unsafe` does not help.
         """
         self.check_commands()
-        with jailed(self, command, stdin, variables or {}, port) as started:
+        with jailed(self, command, stdin, variables or {}, port, links or {}) as started:
             yield started
+
+    def open(self, writable: Sequence[str] = ()) -> SandboxSession:
+        """Starts a sandbox that lives for several commands, which may start programs.
+
+        Args:
+            writable: Folders that commands can write to, beside the private one, of which they are
+                parts; commands begin in the first.
+
+        Raises:
+            SandboxUnavailableError: It cannot be isolated.
+        """
+        from gspo_env.sandbox.jail_session import JailSession
+
+        self.check_commands()
+        return JailSession(self, writable)
 
 
 def _remember(find: Callable[[], str | None]) -> Callable[[], str | None]:
@@ -220,7 +240,7 @@ def find_missing_for_commands() -> str | None:
     box = Sandbox(cpu_seconds=20, memory_mib=512, processes=4, readable=(command[0],))
 
     def trial(code: str) -> CommandEnd:
-        with jailed(box, command, code, {}, PORT) as started:
+        with jailed(box, command, code, {}, PORT, {}) as started:
             if (end := started.wait(_TRIAL_SECONDS)) is None:
                 raise SandboxUnavailableError("a trial command did not end")
             return end
@@ -266,17 +286,19 @@ def _run(box: Sandbox, code: str, stdin: str, echo: bool, isolated: bool) -> San
         request = {**make_request(box, stdin), "code": source, "echo": echo, "folder": folder}
         process, status = launch(stack, isolated, folder)
         begin(box, process, status, request)
-        return _collect(box, process, status, isolated)
+        return collect(process, status, box.seconds, box.output_kib, isolated)
 
 
-def _collect(box: Sandbox, process: Any, status: int, isolated: bool) -> SandboxResult:
+def collect(
+    process: Any, status: int, time_limit: float, output_kib: int, isolated: bool
+) -> SandboxResult:
     """Reads the output until the code has ended or exceeds a limit."""
-    started, limit = time.monotonic(), box.output_kib << 10
+    started, limit = time.monotonic(), output_kib << 10
     streams = process.stdout.fileno(), process.stderr.fileno()
     received = {source: bytearray() for source in (*streams, status)}
     stopped: Stop | None = None
     try:
-        for source, data in read_streams(process, status, box.seconds):
+        for source, data in read_streams(process, status, time_limit):
             received[source] += data
             if source != status and len(received[source]) > limit:
                 stopped = Stop.OUTPUT

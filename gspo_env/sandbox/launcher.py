@@ -254,7 +254,12 @@ class JailedCommand:
 
 @contextlib.contextmanager
 def jailed(
-    box: Sandbox, command: Sequence[str], stdin: str, variables: Mapping[str, str], port: int
+    box: Sandbox,
+    command: Sequence[str],
+    stdin: str,
+    variables: Mapping[str, str],
+    port: int,
+    links: Mapping[str, str],
 ) -> Iterator[JailedCommand]:
     """Starts a command without a test of the machine; see `Sandbox.start`."""
     request = make_request(box, stdin)
@@ -263,6 +268,7 @@ def jailed(
     home = {"HOME": "/sandbox", "TMPDIR": "/sandbox", "LANG": "C.UTF-8", "PATH": _PATH}
     request["variables"] = home | dict(variables)
     request["port"] = port
+    request["links"] |= links
     with contextlib.ExitStack() as stack:
         near, far = socket.socketpair()
         stack.enter_context(near)

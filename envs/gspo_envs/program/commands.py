@@ -23,6 +23,7 @@ from gspo_envs.data.rows import as_json
 from gspo_envs.program.runs import Inbox, ProgramEnd
 
 if TYPE_CHECKING:
+    from gspo_env.sandbox.containers import ContainerCommand, Containers
     from gspo_env.serving import Session
 
 LIMITS = Sandbox(cpu_seconds=3600, memory_mib=2048, processes=64)
@@ -41,7 +42,7 @@ _MAX_INPUT = 1 << 26
 
 def start_command(
     command: Sequence[str],
-    box: Sandbox | None,
+    box: Sandbox | Containers | None,
     task: Mapping[str, Any],
     *,
     session: Session,
@@ -85,7 +86,7 @@ class _CommandRun:
     def __init__(self, session: Session, inbox: Inbox) -> None:
         self._session, self._inbox = session, inbox
         self._lock, self._over = threading.Lock(), False
-        self._command: JailedCommand | _HostCommand | None = None
+        self._command: JailedCommand | ContainerCommand | _HostCommand | None = None
 
     def end(self) -> None:
         """Ends all of its processes."""
@@ -102,7 +103,7 @@ class _CommandRun:
                     self._command = command
                     if self._over:
                         command.end()
-                if isinstance(command, JailedCommand):
+                if not isinstance(command, _HostCommand):
                     self._session.listen(command.listener.dup())
                 end = command.wait()
                 assert end is not None
@@ -144,25 +145,34 @@ def _start_on_host(
         guard.end()
 
 
-def read_sandbox(value: Any, command: Sequence[str]) -> tuple[Sandbox, list[str]]:
+def read_sandbox(value: Any, command: Sequence[str]) -> tuple[Sandbox | Containers, list[str]]:
     """Returns the limits of a command, and the command with the paths that it has inside.
 
     The command's executable, and the files that its arguments name, are readable inside. What the
     task puts into an argument is not a path.
 
     Args:
-        value: True, or fields of `Sandbox` that differ from `LIMITS`.
+        value: True, or fields of `Sandbox` that differ from `LIMITS`; or `podman:IMAGE` or
+            `docker:IMAGE`, or fields of `Containers`, and the image has the command.
         command: The command.
 
     Raises:
         ConfigError: A field is unknown or invalid, or the executable does not exist.
         SandboxUnavailableError: This machine cannot isolate commands.
     """
+    if (isinstance(value, str) and ":" in value) or (
+        isinstance(value, Mapping) and "image" in value
+    ):
+        from gspo_env.sandbox.containers import read_containers
+
+        containers = read_containers(value, "Program: sandbox", memory_mib=2048)
+        containers.check()
+        return containers, list(command)
     limits = {} if value is True else value
     if not isinstance(limits, Mapping) or not set(limits) <= set(_SANDBOX_FIELDS):
         raise ConfigError(
             f"Program: sandbox is {value!r}, expected true, false or limits: "
-            f"{', '.join(_SANDBOX_FIELDS)}."
+            f"{', '.join(_SANDBOX_FIELDS)}; or podman:IMAGE or docker:IMAGE."
         )
     if (path := shutil.which(command[0])) is None:
         raise ConfigError(

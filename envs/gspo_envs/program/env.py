@@ -88,7 +88,8 @@ class ProgramEnv(TextEnv):
         max_turns: Requests before the episode is truncated.
         env: Additional environment variables of a command.
         sandbox: Run a command in the sandbox: True, or limits that differ from `LIMITS` of
-            `gspo_envs.program.commands`, such as `{"readable": ["agent"]}`. See docs/tools.md.
+            `gspo_envs.program.commands`, such as `{"readable": ["agent"]}`; or in a container that
+            has it, `podman:IMAGE` or `docker:IMAGE`. See docs/tools.md.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -118,7 +119,7 @@ class ProgramEnv(TextEnv):
         ends: Sequence[str | int] = LIMITS,
         max_turns: int | None = None,
         env: Mapping[str, str] | None = None,
-        sandbox: bool | Mapping[str, Any] = False,
+        sandbox: bool | str | Mapping[str, Any] = False,
     ) -> None:
         """Loads the program, the tasks and the rewards."""
         super().__init__(max_turns)
@@ -330,7 +331,7 @@ def _read_program(
     program: str | Callable[..., Any] | None,
     command: Sequence[str],
     variables: dict[str, str],
-    sandbox: bool | Mapping[str, Any],
+    sandbox: bool | str | Mapping[str, Any],
 ) -> Callable[..., Callable[[], None]]:
     """Returns what starts the program, given a task, a session and an inbox.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,8 @@ class PythonToolEnv(AnswerEnv):
     close to its limits that whether it finishes varies.
 
     Args:
-        sandbox: Limits of the tool; `Sandbox(allow_unsafe=True)` also runs without isolation.
+        sandbox: Limits of the tool; `Sandbox(allow_unsafe=True)` also runs without isolation. With
+            `podman:IMAGE` or `docker:IMAGE`, or `Containers`, each run has a container of its own.
         max_turns: Turns before the episode is truncated.
         early_answer: Probability that the noisy demonstrator guesses instead of running a program.
 
@@ -68,11 +70,18 @@ class PythonToolEnv(AnswerEnv):
     )
 
     def __init__(
-        self, sandbox: Sandbox | None = None, max_turns: int = 6, early_answer: float = 0.6
+        self,
+        sandbox: Any = None,
+        max_turns: int = 6,
+        early_answer: float = 0.6,
     ) -> None:
         """Sets the limits and checks whether code can be isolated."""
         super().__init__(max_turns)
-        self.sandbox = sandbox or Sandbox(seconds=10.0, cpu_seconds=2)
+        if isinstance(sandbox, (str, Mapping)):
+            from gspo_env.sandbox.containers import read_containers
+
+            sandbox = read_containers(sandbox, "PythonTool: sandbox")
+        self.sandbox: Any = sandbox or Sandbox(seconds=10.0, cpu_seconds=2)
         self.sandbox.check()
         self.early_answer = early_answer
 
@@ -140,14 +149,14 @@ def _printed(program: str) -> int:
     return numbers[0]
 
 
-def _shown(box: Sandbox, result: SandboxResult) -> str:
+def _shown(box: Any, result: SandboxResult) -> str:
     parts = [result.stdout.strip("\n"), result.stderr.strip("\n")]
     text = "\n".join(part for part in parts if part)
     if len(text) > _MOST_OUTPUT:
         text = f"{text[:_MOST_OUTPUT]}\n... ({len(text) - _MOST_OUTPUT} characters more)"
     limits = {
         Stop.TIME: f"{box.seconds:g} seconds",
-        Stop.CPU: f"{box.cpu_seconds} seconds of processor time",
+        Stop.CPU: f"{getattr(box, 'cpu_seconds', 0)} seconds of processor time",
         Stop.OUTPUT: f"{box.output_kib} KiB of output",
     }
     if result.stopped is not None:

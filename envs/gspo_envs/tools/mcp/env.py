@@ -6,6 +6,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -38,6 +39,9 @@ class MCPTools(ToolEnv):
 
     mcp_servers: Mapping[str, Any] = {}
     """The servers by name; see `MCPServer.parse`."""
+    mcp_sandbox: Any = None
+    """`podman:IMAGE`, `docker:IMAGE` or fields of `Containers`, for the servers that are commands.
+    Without it they run as you. They get the variables that their `env` names."""
     mcp_only: Sequence[str] = ()
     """The tools to offer; empty offers all."""
     mcp_session: Literal["episode", "env", "process"] = "episode"
@@ -96,7 +100,19 @@ class MCPTools(ToolEnv):
 
     @cached_property
     def _servers(self) -> tuple[MCPServer, ...]:
-        return tuple(MCPServer.parse(name, spec) for name, spec in self.mcp_servers.items())
+        servers = [MCPServer.parse(name, spec) for name, spec in self.mcp_servers.items()]
+        if self.mcp_sandbox is None:
+            return tuple(servers)
+        from gspo_env.sandbox.containers import read_containers
+
+        box = read_containers(self.mcp_sandbox, "MCP: sandbox")
+        box.check()
+        return tuple(
+            replace(one, command=tuple(box.wrap(one.command, [name for name, _ in one.env])))
+            if one.command
+            else one
+            for one in servers
+        )
 
     @cached_property
     def _sessions(self) -> dict[MCPServer, MCPSession]:
@@ -136,6 +152,7 @@ class MCPEnv(MCPTools, DatasetEnv):
         only: Tools to offer; all by default.
         timeout: Maximum seconds of one call.
         calls: Maximum tool calls of one turn.
+        sandbox: Containers for the servers that are commands: `podman:IMAGE` or `docker:IMAGE`.
         max_turns: Turns before the episode is truncated.
         **dataset: Arguments of `DatasetEnv`.
     """
@@ -149,6 +166,7 @@ class MCPEnv(MCPTools, DatasetEnv):
         only: Sequence[str] = (),
         timeout: float = 30.0,
         calls: int = 1,
+        sandbox: Any = None,
         max_turns: int = 8,
         **dataset: Any,
     ) -> None:
@@ -157,6 +175,7 @@ class MCPEnv(MCPTools, DatasetEnv):
             raise ConfigError(f"MCP: session is {session!r}, expected episode, env or process.")
         super().__init__(data, max_turns=max_turns, **dataset)
         self.mcp_servers, self.mcp_session = servers, session
+        self.mcp_sandbox = sandbox
         self.mcp_only, self.mcp_timeout, self.max_calls_per_turn = only, timeout, calls
         self.blocking = True
 

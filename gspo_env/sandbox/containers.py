@@ -1,0 +1,541 @@
+"""Containers as sandboxes, by the command line of `podman` or `docker`; see docs/tools.md."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_env.errors import ConfigError, EnvironmentCrashError, SandboxUnavailableError
+from gspo_env.runtime.processes import spawn
+from gspo_env.sandbox import PORT, CommandEnd, SandboxResult, Stop, collect, wait_for_end
+from gspo_env.sandbox.session import SandboxSession
+
+logger = logging.getLogger(__name__)
+
+PROGRAMS = ("podman", "docker")
+_LABEL = "gspo-env"
+_SYSTEM_SECONDS, _BUILD_SECONDS, _GRACE_SECONDS = 120.0, 1800.0, 10.0
+_PASSED = {"HOME", "LANG", "PATH", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME"}
+_PASSED |= {"CONTAINER_HOST", "DOCKER_HOST", "DOCKER_CONFIG", "DBUS_SESSION_BUS_ADDRESS"}
+"""Variables that the command line gets. The container gets none of them, nor those of a proxy."""
+_IDLE = 'trap "exit 0" TERM; while :; do sleep 3600 & wait; done'
+"""Process 1: collects the exit codes of processes whose parents have ended."""
+_SWEEP = """trap 'ids=$("$1" ps --all --quiet --filter label=gspo-env="$2")
+[ -z "$ids" ] || "$1" rm --force $ids; exit' TERM
+while :; do sleep 3600 & wait $!; done"""
+_RUNNER = """import ast, sys
+tree, scope, last = ast.parse(sys.argv[1], "<code>"), {"__name__": "__main__"}, []
+if sys.argv[2:] and tree.body and isinstance(tree.body[-1], ast.Expr):
+    last = [tree.body.pop()]
+exec(compile(tree, "<code>", "exec"), scope)
+exec(compile(ast.Interactive(last), "<code>", "single"), scope)"""
+"""Runs code, and prints the value of a last expression as `Sandbox.run` does."""
+_LISTEN = """import ctypes, os, socket, sys
+if ctypes.CDLL(None).setns(os.open("/proc/%s/ns/net" % sys.argv[1], os.O_RDONLY), 0x40000000):
+    sys.exit("setns")
+with socket.socket() as listener, socket.socket(fileno=int(sys.argv[3])) as way_out:
+    listener.bind(("127.0.0.1", int(sys.argv[2])))
+    listener.listen(128)
+    socket.send_fds(way_out, [b"x"], [listener.fileno()])"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Containers:
+    """Runs commands in containers of an image with these limits, without a network.
+
+    The root is read-only, nothing has capabilities, and commands run as a user that nobody else
+    is. The image is never pulled: it must be on this machine before.
+
+    Example:
+        >>> Containers(image="debian:bookworm").program
+        'podman'
+    """
+
+    image: str
+    """Name of the image."""
+    program: str = "podman"
+    """`podman` or `docker`."""
+    seconds: float = 10.0
+    """Wall-clock limit of `run`."""
+    memory_mib: int = 512
+    """Memory of a container, with the files in its writable folders; it doesn't swap."""
+    cpus: float = 1.0
+    """Processors of a container."""
+    processes: int = 64
+    """Simultaneous processes and threads."""
+    disk_mib: int = 64
+    """Size of all files in each writable folder, which is kept in memory."""
+    open_files: int = 1024
+    """Open files of each process."""
+    output_kib: int = 64
+    """Size of standard output and of standard error of one command."""
+    read_only: bool = True
+    """False makes the whole root writable, without a limit on the disk that it takes."""
+    user: str = ""
+    """User of the commands; by default an unused id for each container."""
+
+    def __post_init__(self) -> None:
+        """Validates the fields.
+
+        Raises:
+            ConfigError: A limit is not positive, or the program is another one.
+        """
+        if self.program not in PROGRAMS:
+            raise ConfigError(
+                f"Containers: program is {self.program!r}, expected {' or '.join(PROGRAMS)}."
+            )
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if type(value) in (int, float) and not 0 < value < 1 << 24:
+                raise ConfigError(f"Containers: {name} is {value}, expected above 0.")
+
+    def check(self) -> bool:
+        """Tests whether the image is here, and removes what a killed process has left.
+
+        Raises:
+            SandboxUnavailableError: The program or the image is missing.
+        """
+        remove_leftovers(self.program)
+        if not has_image(self.program, self.image):
+            raise SandboxUnavailableError(
+                f"{self.program} has no image {self.image!r}, and none is pulled during a run; "
+                f"pull or build it before: {self.program} pull {self.image}"
+            )
+        return True
+
+    check_commands = check
+
+    def open(self, writable: Sequence[str] = ()) -> ContainerSession:
+        """Starts a container that lives for several commands.
+
+        Args:
+            writable: Folders that commands can write to, beside `/tmp`; they hide those of the
+                image, and commands begin in the first.
+
+        Raises:
+            EnvironmentCrashError: It can't be started.
+        """
+        name = f"{_LABEL}-{secrets.token_hex(12)}"
+        keep = ["--detach", "--name", name, "--workdir", [*writable, "/tmp"][0]]
+        flags = self._flags(writable)
+        _sweeper(self.program, os.getpid())
+        line = ["run", *keep, *flags, "--entrypoint", "sh", self.image, "-c", _IDLE]
+        done = call(self.program, *line)
+        if done.returncode:
+            raise EnvironmentCrashError(
+                f"sandbox: {self.program} starts no container of {self.image!r}: {_last(done)}"
+            )
+        session = ContainerSession(self, name)
+        if self.read_only:  # a folder that the image has gets the mode of the image's
+            call(self.program, "exec", "--user=0:0", name, "chmod", "1777", *writable, "/tmp")
+        return session
+
+    def run(self, code: str, *, stdin: str = "", echo: bool = False) -> SandboxResult:
+        """Runs Python code in a container of its own; see `Sandbox.run`.
+
+        Raises:
+            EnvironmentCrashError: The container can't be started, or was ended from outside.
+        """
+        with contextlib.closing(self.open()) as session:
+            command = ["python3", "-I", "-c", _RUNNER, code, *["echo"] * echo]
+            return session.exec(command, stdin=stdin.encode(), seconds=self.seconds)
+
+    @contextlib.contextmanager
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: str = "",
+        variables: Mapping[str, str] | None = None,
+        port: int = PORT,
+    ) -> Iterator[ContainerCommand]:
+        """Starts a command that reaches one address; see `Sandbox.start`.
+
+        Raises:
+            EnvironmentCrashError: It can't be started.
+        """
+        with (
+            contextlib.closing(self.open()) as session,
+            session.listen(port) as listener,
+            session.running(command, stdin.encode(), variables or {}) as (process, status),
+        ):
+            yield ContainerCommand(session, listener, process, status)
+
+    def wrap(self, command: Sequence[str], variables: Sequence[str] = ()) -> list[str]:
+        """Returns the command line that runs a command in a container, such as a tool server.
+
+        Args:
+            command: The program and its arguments.
+            variables: Names of the variables of the caller that it gets.
+        """
+        names = [word for name in variables for word in ("--env", name)]
+        flags = ["--interactive", "--workdir", "/tmp", *names, *self._flags()]
+        _sweeper(self.program, os.getpid())
+        return [self.program, "run", *flags, "--entrypoint", command[0], self.image, *command[1:]]
+
+    def _flags(self, writable: Sequence[str] = ()) -> list[str]:
+        memory, folders = f"{self.memory_mib}m", dict.fromkeys((*writable, "/tmp"))
+        folders |= dict.fromkeys(("/run", "/var/tmp"))  # podman would mount them without a limit
+        options = f"rw,exec,nosuid,nodev,size={self.disk_mib}m,mode=1777"
+        options += ",notmpcopyup" if self.program == "podman" else ""
+        return [
+            *("--rm", "--pull=never", "--stop-timeout=0", "--network=none", "--cap-drop=ALL"),
+            *(f"--label={_LABEL}={_owner()}", "--security-opt=no-new-privileges"),
+            *(f"--memory={memory}", f"--memory-swap={memory}", f"--cpus={self.cpus}"),
+            *(f"--pids-limit={self.processes + 16}", f"--shm-size={self.disk_mib}m"),
+            f"--ulimit=nproc={self.processes}:{self.processes}",
+            f"--ulimit=nofile={self.open_files}:{self.open_files}",
+            *("--ulimit=core=0:0", "--user=0:0", *["--read-only"] * self.read_only),
+            *(f"--tmpfs={folder}:{options}" for folder in folders if self.read_only),
+        ]
+
+
+class ContainerSession(SandboxSession):
+    """A running container."""
+
+    def __init__(self, settings: Containers, name: str) -> None:
+        """See `Containers.open`."""
+        self._settings, self._name = settings, name
+        identity = 1000 + secrets.randbelow(60_000)
+        # Limits on processes count those of the user in all containers.
+        self._user = settings.user or f"{identity}:{identity}"
+        self._end = weakref.finalize(self, _remove, settings.program, name)
+        self._end.atexit = False  # the sweeper does it
+
+    def exec(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        seconds: float = 60.0,
+        variables: Mapping[str, str] | None = None,
+    ) -> SandboxResult:
+        """See `SandboxSession.exec`."""
+        bounded = ["timeout", "-s", "KILL", f"{seconds:g}", *command]
+        with self.running(bounded, stdin, variables or {}) as (process, status):
+            limit = seconds + _GRACE_SECONDS
+            result = collect(process, status, limit, self._settings.output_kib, False)
+        code, stopped = result.exit_code, result.stopped
+        if code is not None and code >= 125:
+            self._check(result.stderr)
+            if code == 137 and result.seconds >= seconds:
+                code, stopped = None, Stop.TIME
+        return SandboxResult(
+            stdout=result.stdout,
+            stderr=result.stderr,
+            exit_code=code,
+            stopped=stopped,
+            seconds=result.seconds,
+            isolated=True,
+        )
+
+    @contextlib.contextmanager
+    def running(
+        self, command: Sequence[str], stdin: bytes, variables: Mapping[str, str]
+    ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+        """Starts a command; yields its client and a pipe that closes at its end."""
+        names = [word for name in variables for word in ("--env", name)]  # not in a process list
+        home = ("--env", "HOME=/tmp", "--env", "LANG=C.UTF-8")
+        line = ["exec", "--interactive", "--user", self._user, *home, *names, self._name, *command]
+        status, far_end = os.pipe()
+        with tempfile.TemporaryFile() as source:
+            source.write(stdin)
+            source.seek(0)
+            try:
+                process = subprocess.Popen(
+                    [self._settings.program, *line],
+                    stdin=source,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={**_variables(), **variables},
+                    pass_fds=(far_end,),
+                    cwd=tempfile.gettempdir(),  # conmon writes a file `oom` there
+                    start_new_session=True,
+                )
+            finally:
+                os.close(far_end)
+        try:
+            with process:
+                try:
+                    yield process, status
+                finally:
+                    process.kill()
+        finally:
+            os.close(status)
+
+    def listen(self, port: int) -> socket.socket:
+        """Returns a socket that listens on the loopback address of the container.
+
+        Raises:
+            EnvironmentCrashError: It can't be had, such as without the right to enter a namespace.
+        """
+        program = self._settings.program
+        pid = call(program, "inspect", "--format", "{{.State.Pid}}", self._name).stdout.strip()
+        near, far = socket.socketpair()
+        with near, far:
+            arguments = [sys.executable, "-I", "-c", _LISTEN, pid, str(port), str(far.fileno())]
+            if os.geteuid() and program == "podman":
+                arguments = ["podman", "unshare", *arguments]
+            done = subprocess.run(
+                arguments, pass_fds=(far.fileno(),), capture_output=True, text=True, timeout=60
+            )
+            near.settimeout(1.0)
+            descriptors = socket.recv_fds(near, 1, 1)[1] if not done.returncode else []
+        if not descriptors:
+            raise EnvironmentCrashError(
+                f"sandbox: no address can be made in a container of {program}: {_last(done)}"
+            )
+        return socket.socket(fileno=descriptors[0])
+
+    def stop(self) -> None:
+        """Removes the container."""
+        self._end()
+
+    close = stop
+
+    def _check(self, reason: str) -> None:
+        """Raises an error if the container has ended, or the program could not use it."""
+        program, form = self._settings.program, "{{.State.Running}}"
+        state = call(program, "inspect", "--format", form, self._name)
+        if state.stdout.strip() != "true":
+            self.stop()
+            raise EnvironmentCrashError("sandbox: the container was ended from outside")
+        if re.match(r"(Error: )?(OCI runtime|runc:|crun:|.*exec session)", reason):
+            self.stop()
+            text = " ".join(reason.split())[-200:]
+            raise EnvironmentCrashError(f"sandbox: {program} can't run a command: {text}")
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerCommand:
+    """A command in a container, with the methods of a `JailedCommand`."""
+
+    session: ContainerSession
+    listener: socket.socket
+    process: Any
+    status: int
+
+    def end(self) -> None:
+        """Kills the command, without waiting; from any thread."""
+        self.process.kill()
+
+    def wait(self, seconds: float = float("inf")) -> CommandEnd | None:
+        """Waits until the command has ended; None if it takes longer."""
+        end = wait_for_end(self.process, self.status, seconds)
+        if end is None:
+            return None
+        return CommandEnd(code=self.process.wait(), stdout=end.stdout, stderr=end.stderr)
+
+
+def read_containers(value: Any, where: str, **limits: Any) -> Containers:
+    """Reads `podman:IMAGE`, `docker:IMAGE`, or a mapping with the fields of `Containers`.
+
+    Args:
+        value: What a user named.
+        where: Names it in an error.
+        limits: Limits that differ from the defaults.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if isinstance(value, Mapping) and "image" in value:
+        fields = set(Containers.__slots__)
+        if unknown := sorted(set(value) - fields):
+            raise ConfigError(f"{where} has {unknown[0]!r}, expected {', '.join(sorted(fields))}.")
+        return Containers(**{**limits, **value})
+    program, _, image = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if program not in PROGRAMS or not image:
+        raise ConfigError(f"{where} is {value!r}, expected podman:IMAGE or docker:IMAGE.")
+    return Containers(program=program, image=image, **limits)
+
+
+def build(program: str, folder: Path, name: str, seconds: float = _BUILD_SECONDS) -> str:
+    """Builds the image of a folder with a Dockerfile, unless it exists; returns its name.
+
+    The name ends with a digest of the folder. Nothing is pulled, and no step has a network.
+
+    Raises:
+        SandboxUnavailableError: It can't be built.
+    """
+    from gspo_env.seeding import fingerprint
+
+    file = folder / "Dockerfile"
+    parts = [f"{p.relative_to(folder)}:{p.read_bytes().hex()}" for p in _files(folder)]
+    base = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "task"
+    image = f"localhost/gspo-env/{base}:{fingerprint(*parts)}"
+    if has_image(program, image):
+        return image
+    text = file.read_text(encoding="utf-8")
+    stages = re.findall(r"(?im)^FROM\s+(?:--\S+\s+)*\S+\s+AS\s+(\S+)", text)
+    line = f"{program} build --tag {image} {folder}"
+    for needed in re.findall(r"(?im)^FROM\s+(?:--\S+\s+)*(\S+)", text):
+        if needed not in (*stages, "scratch") and not has_image(program, needed):
+            raise SandboxUnavailableError(
+                f"{name}: its base image {needed!r} is not here, and none is pulled during a run; "
+                f"get it before: {program} pull {needed}"
+            )
+    logger.info("building the image %s of %s", image, folder)
+    flags = ["--network=none", f"--label={_LABEL}=image", "--tag", image]
+    flags += ["--pull=never"] if program == "podman" else []
+    done = call(program, "build", *flags, str(folder.resolve()), seconds=seconds)
+    if done.returncode:
+        raise SandboxUnavailableError(
+            f"{name}: its Dockerfile can't be built without a network ({_last(done)}); if it "
+            f"needs one, build it before: {line}"
+        )
+    listed = call(program, "images", "--format", "{{.Repository}}:{{.Tag}}").stdout.split()
+    if old := [i for i in listed if i.rpartition(":")[0] == image.rpartition(":")[0] != i != image]:
+        logger.info("older images of this task: %s rmi %s", program, " ".join(old))
+    return image
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def has_image(program: str, image: str) -> bool:
+    """Returns whether an image is on this machine.
+
+    Raises:
+        SandboxUnavailableError: The program is not installed or does not work.
+    """
+    done = call(program, "image", "inspect", "--format", "{{.Id}}", image)
+    if done.returncode and not re.search("(?i)no such image|not known|unable to find", done.stderr):
+        raise SandboxUnavailableError(f"{program} does not work here: {_last(done)}")
+    return not done.returncode
+
+
+def image_folder(program: str, image: str) -> str:
+    """Returns the working folder of an image."""
+    done = call(program, "image", "inspect", "--format", "{{json .Config}}", image)
+    return str(json.loads(done.stdout).get("WorkingDir") or "/") if not done.returncode else "/"
+
+
+def image_files(program: str, image: str, folder: str) -> bytes:
+    """Returns the files of a folder of an image as a tar archive.
+
+    Raises:
+        SandboxUnavailableError: The image is gone.
+    """
+    label = f"--label={_LABEL}={_owner()}"
+    made = call(program, "create", label, "--pull=never", image, "sh")
+    name = made.stdout.strip()
+    try:
+        done = subprocess.run(
+            [program, "cp", f"{name}:{folder}/.", "-"],
+            capture_output=True,
+            env=_variables(),
+            timeout=_SYSTEM_SECONDS,
+        )
+    finally:
+        call(program, "rm", "--force", name)
+    if made.returncode or done.returncode:
+        raise SandboxUnavailableError(f"{program} can't read {folder} of {image!r}: {_last(made)}")
+    return done.stdout
+
+
+@functools.cache
+def remove_leftovers(program: str) -> None:
+    """Removes the containers of processes that were killed; once a process.
+
+    Raises:
+        SandboxUnavailableError: The program is not installed or does not work.
+    """
+    form = ("ps", "--all", "--filter", f"label={_LABEL}", "--format", "{{.ID}} {{.Labels}}")
+    listed = call(program, *form)
+    if listed.returncode:
+        raise SandboxUnavailableError(f"{program} does not work here: {_last(listed)}")
+    left = [line.split()[0] for line in listed.stdout.splitlines() if _is_orphan(line)]
+    if left:
+        logger.warning("removing %d containers that a killed process has left", len(left))
+        call(program, "rm", "--force", *left)
+
+
+def call(
+    program: str, *arguments: str, seconds: float = _SYSTEM_SECONDS
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command line; a signal of the terminal does not reach it.
+
+    Raises:
+        SandboxUnavailableError: It is not installed.
+    """
+    if shutil.which(program) is None:
+        raise SandboxUnavailableError(
+            f"{program} is not installed; on Debian: apt-get install {program}"
+            + (" runc" if program == "podman" else ".io")
+        )
+    try:
+        return subprocess.run(
+            [program, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=_variables(),
+            cwd=tempfile.gettempdir(),
+            timeout=seconds,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentCrashError(
+            f"sandbox: {program} {arguments[0]} took longer than {seconds:g} s"
+        ) from error
+
+
+def _variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in _PASSED if name in os.environ}
+
+
+def _last(done: subprocess.CompletedProcess[str]) -> str:
+    """Returns the end of an error message."""
+    return " ".join(str(done.stderr).split())[-300:] or f"exit code {done.returncode}"
+
+
+def _owner() -> str:
+    """Names this process, also where its id is given to another one later."""
+    return f"{os.getpid()}-{_start_time(os.getpid())}-{_namespace()}"
+
+
+def _start_time(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "0"
+
+
+def _namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino if sys.platform == "linux" else 0
+
+
+def _is_orphan(labels: str) -> bool:
+    """Returns whether the process of a container has ended; False if it runs elsewhere."""
+    match = re.search(rf"{_LABEL}[:=](\d+)-(\d+)-(\d+)", labels)
+    if match is None or int(match[3]) != _namespace():
+        return False
+    return _start_time(int(match[1])) != match[2]
+
+
+def _remove(program: str, name: str) -> None:
+    call(program, "rm", "--force", name)
+
+
+@functools.cache
+def _sweeper(program: str, process: int) -> object:
+    """Starts the guard that removes the containers of this process after its end, once."""
+    command = ["sh", "-c", _SWEEP, "sh", program, _owner()]
+    return spawn(command, log=subprocess.DEVNULL, env=_variables(), grace=60.0)

@@ -1,0 +1,225 @@
+"""The jail and containers as sandboxes for several commands: the same promises of both."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from support.containers import IMAGE, require_image
+from support.jails import eventually, program, require_isolation, run_python
+
+from gspo_env.errors import ConfigError, EnvironmentCrashError, SandboxUnavailableError
+from gspo_env.sandbox import Sandbox, Stop, find_missing_for_commands
+from gspo_env.sandbox.containers import Containers, build, call, read_containers
+from gspo_env.sandbox.session import pack
+
+PODMAN = pytest.param("podman", marks=pytest.mark.containers)
+FOLDERS = ("/app", "/logs")
+
+
+def containers(**limits):
+    return Containers(image=require_image(), **limits)
+
+
+@pytest.fixture(params=["jail", PODMAN])
+def box(request):
+    if request.param == "podman":
+        return containers(processes=32, disk_mib=8)
+    require_isolation(find_missing_for_commands())
+    return Sandbox(cpu_seconds=60, memory_mib=512, processes=32, disk_mib=8)
+
+
+@pytest.fixture
+def session(box):
+    opened = box.open(FOLDERS)
+    yield opened
+    opened.stop()
+
+
+def shell(session, text, **options):
+    return session.exec(["bash", "-c", text], **options)
+
+
+def test_files_and_processes_stay_between_commands_until_the_stop(session, tmp_path):
+    (tmp_path / "folder").mkdir()
+    for name in ("a", "folder/b"):
+        (tmp_path / name).write_bytes(b"\0" + name.encode())
+    session.put("/app", pack(tmp_path))
+    assert session.get("/app/folder/b") == b"\0folder/b"
+    assert session.get("/app/none") is None
+    assert shell(session, "ls; echo two >&2; exit 3").stdout == "a\nfolder\n"
+    ended = shell(session, "echo two >&2; exit 3")
+    assert (ended.stderr, ended.exit_code, ended.ok) == ("two\n", 3, False)
+    shell(session, "(while :; do date +%s%N >/logs/beat; sleep 0.05; done) &")
+    before = session.get("/logs/beat")
+    assert eventually(lambda: session.get("/logs/beat") != before)
+    session.kill()
+    last = session.get("/logs/beat")
+    shell(session, "sleep 0.2")
+    assert session.get("/logs/beat") == last
+    assert session.exec(["cat"], stdin=b"in").stdout == "in"
+    assert shell(session, "echo $A", variables={"A": "of the call"}).stdout == "of the call\n"
+
+
+def test_a_command_has_limits_of_time_output_and_disk(session):
+    late = shell(session, "echo early; sleep 600", seconds=1.0)
+    assert (late.stdout, late.stopped, late.exit_code) == ("early\n", Stop.TIME, None)
+    flood = shell(session, "while :; do echo flood; done")
+    assert (flood.stopped, len(flood.stdout)) == (Stop.OUTPUT, 64 << 10)
+    full = shell(session, "head -c 20000000 /dev/urandom >/app/x || echo full")
+    assert full.stdout == "full\n"
+    shell(session, "rm /app/x")
+    assert shell(session, "echo fine").stdout == "fine\n"
+    assert shell(session, "kill -9 $$").exit_code in (-signal.SIGKILL, 137)
+
+
+ATTACKS = {
+    "the network": "import socket; socket.create_connection(('1.1.1.1', 53), 2)",
+    "a file of the root": "open('/usr/x', 'w')",
+    "a mount": "import ctypes; assert ctypes.CDLL(None).mount(b'n', b'/tmp', b'tmpfs', 0, 0) == 0",
+    "root": "import os; os.setuid(0)",
+    "a device": "import os; os.mknod('/tmp/d', 0o60600, os.makedev(8, 0))",
+    "another user": "import os; os.chown('/tmp', 0, 0)",
+    "a process outside": "import os; os.kill({pid}, 0)",
+    "the trainer's file": "open({path!r})",
+    "a secret": "import os; assert 'opensesame' in str(os.environ)",
+    "more memory": "x = bytearray(700 << 20); x[::4096] = b'x' * len(x[::4096])",
+    "more processes": "import os, time\nfor _ in range(60):\n    os.fork() or time.sleep(3)",
+}
+
+
+@pytest.mark.containers
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_the_jail_refuses_a_container_refuses_too(attack, tmp_path, monkeypatch):
+    """The attacks of `test_sandbox.py` and `test_commands.py` that a container can be asked."""
+    monkeypatch.setenv("HTTP_PROXY", "http://opensesame@127.0.0.1:1")
+    monkeypatch.setenv("TOKEN", "opensesame")
+    (tmp_path / "secret").write_text("opensesame")
+    values = {"pid": os.getpid(), "path": str(tmp_path / "secret")}
+    result = containers(processes=32, memory_mib=256).run(ATTACKS[attack].format(**values))
+    assert not result.ok, result
+
+
+@pytest.mark.containers
+def test_code_runs_in_a_new_container_as_on_a_console():
+    box = containers()
+    assert box.run("x = 6\nx * 7", echo=True).stdout == "42\n"
+    assert box.run("x = 6\nx * 7").stdout == ""
+    assert box.run("print(input()[::-1])", stdin="hello").stdout == "olleh\n"
+    assert box.run("open('/tmp/kept', 'w')").ok
+    assert "FileNotFoundError" in box.run("open('/tmp/kept')").stderr
+    assert containers(seconds=1.0).run("while True: pass").stopped is Stop.TIME
+
+
+@pytest.mark.containers
+def test_a_command_in_a_container_reaches_one_address():
+    code = "import socket; print(socket.create_connection(('127.0.0.1', 8000)).recv(9).decode())"
+    with containers().start(["python3", "-c", code]) as started:
+        line, _ = started.listener.accept()
+        with line:
+            line.sendall(b"from you")
+        end = started.wait(60.0)
+    assert (end.stdout, end.code) == ("from you\n", 0)
+
+
+def of_process(pid):
+    listed = call("podman", "ps", "--all", "--format", "{{.ID}} {{.Labels}}").stdout
+    return [row for row in listed.splitlines() if f"gspo-env:{pid}-" in row]
+
+
+@pytest.mark.containers
+def test_a_container_that_is_ended_from_outside_is_a_crash_and_nothing_is_left():
+    opened = containers().open()
+    (row,) = of_process(os.getpid())
+    call("podman", "kill", row.split()[0])
+    with pytest.raises(EnvironmentCrashError, match="ended from outside"):
+        shell(opened, "echo")
+    opened.stop()
+    assert of_process(os.getpid()) == []
+
+
+KILLED = """
+import os, signal, sys
+from gspo_env.sandbox import containers
+if not guarded:
+    containers._sweeper = lambda *_: None
+box = containers.Containers(image=image)
+opened = [box.open(), box.open()]
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.containers
+@pytest.mark.parametrize("guarded", [True, False])
+def test_nothing_is_left_of_a_trainer_that_was_killed(guarded):
+    """By the guard of the trainer; where that was killed too, at the next start."""
+    code = program(KILLED, image=require_image(), guarded=guarded)
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        process.wait()
+    if not guarded:
+        assert len(of_process(process.pid)) == 2
+        check = "from gspo_env.sandbox.containers import *; remove_leftovers('podman')"
+        assert "removing 2 containers" in run_python("-c", check).stderr
+    assert eventually(lambda: of_process(process.pid) == [])
+
+
+@pytest.mark.containers
+def test_an_image_is_built_once_without_a_network_and_a_missing_base_is_named(tmp_path):
+    require_image()
+    (tmp_path / "x").write_text("1")
+    (tmp_path / "Dockerfile").write_text(f"FROM {IMAGE}\nWORKDIR /app\nCOPY x .\n")
+    name = build("podman", tmp_path, "Test one")
+    assert build("podman", tmp_path, "Test one") == name
+    (tmp_path / "x").write_text("2")
+    other = build("podman", tmp_path, "Test one")
+    assert other != name
+    call("podman", "rmi", name, other)
+    for line, message in (
+        ("FROM nowhere.invalid/base:1", "podman pull nowhere.invalid/base:1"),
+        (f"FROM {IMAGE}\nRUN bash -c 'exec 3<>/dev/tcp/1.1.1.1/53'", "without a network"),
+    ):
+        (tmp_path / "Dockerfile").write_text(line)
+        with pytest.raises(SandboxUnavailableError, match=message):
+            build("podman", tmp_path, "Test two")
+
+
+@pytest.mark.containers
+def test_a_missing_image_is_refused_before_and_lost_during_a_run():
+    require_image()
+    box = Containers(image="localhost/none:1")
+    with pytest.raises(SandboxUnavailableError, match="podman pull localhost/none:1"):
+        box.check()
+    with pytest.raises(EnvironmentCrashError, match="localhost/none:1"):
+        box.open()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("debian", "expected podman:IMAGE or docker:IMAGE"),
+        ("lxc:debian", "expected podman:IMAGE"),
+        ({"image": "x", "cpu": 1}, "'cpu', expected cpus"),
+        ({"image": "x", "program": "lxc"}, "expected podman or docker"),
+        ({"image": "x", "memory_mib": 0}, "memory_mib is 0"),
+    ],
+)
+def test_wrong_settings_of_containers_are_one_sentence(value, message):
+    with pytest.raises(ConfigError, match=message):
+        read_containers(value, "Env: sandbox")
+
+
+def test_without_the_program_the_error_names_how_to_install_it(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxUnavailableError, match="apt-get install podman runc"):
+        call("podman", "version")
+
+
+def test_a_command_that_kills_the_jail_loses_the_episode():
+    require_isolation(find_missing_for_commands())
+    opened = Sandbox(cpu_seconds=60, memory_mib=512, processes=8).open()
+    with pytest.raises(EnvironmentCrashError):
+        shell(opened, "kill -9 -1; sleep 60")
+    with pytest.raises(EnvironmentCrashError):
+        shell(opened, "echo")
+    opened.stop()
