@@ -54,6 +54,7 @@ _BUILTIN = {
     "gspo/ReasoningGym-v0": "gspo_envs.adapters.reasoning_gym:ReasoningGymEnv",
     "gspo/SQL-v0": "gspo_envs.tools.sql:SQLEnv",
     "gspo/Story-v0": "gspo_envs.text.story:StoryEnv",
+    "gspo/Tau2-v0": "gspo_envs.adapters.tau2:Tau2Env",
     "gspo/TextArena-v0": "gspo_envs.adapters.textarena:TextArenaEnv",
     "gspo/VariableLength-v0": "gspo_envs.diagnostic.diagnostics:VariableLengthEnv",
     "gspo/Verifiers-v0": "gspo_envs.adapters.verifiers:VerifiersEnv",

@@ -60,6 +60,19 @@ def test_tasks_that_pay_for_no_call_are_left_out_and_named(caplog):
     assert Lamps(exclude_free=False).num_tasks == 5
 
 
+class Split(Lamps):
+    def __init__(self, tasks, held_out):
+        InstanceEnv.__init__(self, tasks, held_out=held_out)
+
+
+def test_a_suite_may_hold_out_tasks_of_its_own():
+    env = Split([{"want": n} for n in (1, 0, 2)], [{"want": n} for n in (0, 5, 6)])
+    assert (env.num_tasks, env.num_eval_tasks, len(env.free)) == (4, 2, 2)
+    assert {env.reset(seed=n)[1]["task_key"] for n in range(20)} == {"lamp_1", "lamp_2"}
+    held = {env.reset(seed=10**9 + n)[1]["task_key"] for n in range(2)}
+    assert held == {"lamp_5", "lamp_6"}
+
+
 def test_the_solution_of_an_instance_replays_over_two_messages():
     env = Lamps()
     played = play_now(env, Task(env_id="x", seed=1), demonstrator())
@@ -163,3 +176,18 @@ def test_an_evaluation_of_agentdojo_has_success_and_attack_rate_side_by_side():
     gold = play_now(env, Task(env_id="x", seed=10**9), demonstrator())
     assert gold.success
     assert gold.turns[-1].info.reward_parts == {"attacked": 0.0}
+
+
+@pytest.mark.suites
+@pytest.mark.parametrize(("domain", "tasks", "free"), [("retail", 114, 7), ("telecom", 114, 0)])
+def test_the_gold_of_tau2_replays_and_free_tasks_are_left_out(domain, tasks, free):
+    pytest.importorskip("inspect_evals")
+    env = make_env("gspo/Tau2-v0", domain=domain).unwrapped
+    assert (env.num_tasks, len(env.free)) == (tasks - free, free)
+    rows = [Task(env_id="x", seed=0, options={"row": n}) for n in range(4)]
+    rows += [Task(env_id="x", seed=10**9 + n) for n in range(4)]
+    played = [play_now(env, row, demonstrator(), max_turns=60) for row in rows]
+    assert all(episode.success for episode in played)
+    assert len({episode.reset.task_key for episode in played}) == 8
+    idle = [play_now(env, row, lambda now: "Done.") for row in rows]
+    assert not any(episode.success for episode in idle)

@@ -27,10 +27,11 @@ class InstanceEnv(ToolEnv):
     """A conversation about the state of objects, whose methods are the tools.
 
     A subclass opens a task, answers what the policy says, and grades. The outcome is 1 if the suite
-    accepts the episode, else 0; the rewards of turns are 0. A tenth of the tasks is held out.
+    accepts the episode, else 0; the rewards of turns are 0.
 
     Args:
         tasks: The tasks of the suite.
+        held_out: Its tasks for evaluation; by default a tenth of `tasks`.
         exclude_free: Leave out the tasks whose grader accepts an episode without a call.
         max_turns: Turns before the episode is truncated.
     """
@@ -42,21 +43,30 @@ class InstanceEnv(ToolEnv):
     _pending: Iterator[str] | None = None
 
     def __init__(
-        self, tasks: Sequence[Any], *, exclude_free: bool = True, max_turns: int = 40
+        self,
+        tasks: Sequence[Any],
+        *,
+        held_out: Sequence[Any] = (),
+        exclude_free: bool = True,
+        max_turns: int = 40,
     ) -> None:
         """Leaves out the tasks that pay for no work."""
         super().__init__(max_turns)
-        self.success = False
+        self.success, train = False, tasks
+        tasks = [*train, *held_out]
         self._rows = TaskRows(tasks)
         self.free = [self.name_of(tasks[n]) for n in range(len(tasks)) if self._is_free(n)]
         """The names of the tasks that pay for no work."""
         if self.free and exclude_free:
-            others = [task for task in tasks if self.name_of(task) not in self.free]
             logger.warning(
                 "%s leaves out %d of %d tasks that pay for no call at all (exclude_free)",
                 *(type(self).__name__.removesuffix("Env"), len(self.free), len(tasks)),
             )
-            self._rows = TaskRows(others)
+        kept, apart = (
+            [t for t in each if not exclude_free or self.name_of(t) not in self.free]
+            for each in (train, held_out)
+        )
+        self._rows = TaskRows(kept, held_out=apart or 0.1)
         self.num_tasks, self.num_eval_tasks = len(self._rows), self._rows.num_held_out
 
     @abstractmethod
