@@ -5,8 +5,8 @@ A worker process imports this module too, so it imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment, attribute, num_eval_tasks
 from gspo_env.env.info import declared_score
 from gspo_env.env.registration import Member, find_spec, label
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, EnvironmentHangError
 from gspo_env.rollout.failures import FaultLog, close_quietly
 from gspo_env.rollout.play import try_out
 from gspo_env.rollout.pool import EnvPool, EnvPools, make_member
@@ -29,6 +29,9 @@ from gspo_env.training.split import (
     share_out,
 )
 from gspo_env.types import ResetInfo, Score, Task
+
+_CLOSE_SECONDS = 10.0
+"""Seconds that an environment may take to close after an error, with the call that still runs."""
 
 
 def make_pool(config: Config, faults: FaultLog) -> EnvPools:
@@ -68,13 +71,16 @@ class Environments:
         """The `env_id` of the tasks of an only environment, or a name for all of them."""
         limits = config.rollout
         isolated = limits.isolation == "process"  # then the child has limits of its own
-        self.guard = in_thread(owner, self.env_id, None if isolated else limits.episode_timeout)
+        self._thread = in_thread(owner)
+        seconds = None if isolated else limits.episode_timeout
+        self.guard = partial(self._thread.guard, self.env_id, seconds)
         """Calls a function in the thread of the environments."""
         self.envs: dict[str, TextEnvironment] = {}
         """One environment of each kind, whose declarations are read."""
-        for env_id, member in self.members.items():
-            self.envs[env_id] = self.guard(make, member, limits)
-            self.guard(try_out, env_id, self.envs[env_id], limits.max_retries)
+        with self.closing(only_after_error=True):
+            for env_id, member in self.members.items():
+                self.envs[env_id] = self.guard(make, member, limits)
+                self.guard(try_out, env_id, self.envs[env_id], limits.max_retries)
         self._splits: dict[int, Split] = {}
 
     @property
@@ -86,6 +92,22 @@ class Environments:
     def scores(self) -> dict[str, Score | None]:
         """The score that each environment declares."""
         return {env_id: declared_score(env_id, env) for env_id, env in self.envs.items()}
+
+    @contextmanager
+    def closing(self, *, only_after_error: bool = False) -> Iterator[Mapping[str, TextEnvironment]]:
+        """Yields `envs`, and closes them; what they declare can still be read.
+
+        After an error, which may be a signal, nothing waits for an environment that hangs.
+        """
+        try:
+            yield self.envs
+        except BaseException:
+            with suppress(EnvironmentHangError):
+                for env in self.envs.values():
+                    self._thread.guard(self.env_id, _CLOSE_SECONDS, close_quietly, env)
+            raise
+        if not only_after_error:
+            self.close()
 
     def close(self) -> None:
         """Closes the environments; what they declare can still be read."""

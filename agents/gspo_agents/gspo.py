@@ -114,51 +114,53 @@ class GSPOAgent:
         self._ranks = ranks
         check_player(self.config, ranks=ranks is not None)
         self.environments = Environments(self.config, self, self._make_env)
-        self.env_id = self.environments.env_id
-        declared = self.environments.scores
-        if len(declared) == 1:  # of several, each has its own
-            self.config = with_score(self.config, declared[self.env_id])
-        self._findings: list[Finding] | None = None
-        self._start: Start | None = None
-        self._undemonstrated: list[str] = []
-        dtype = self.config.model_dtype
-        if not isinstance(model, str):
-            self.model, self.tokenizer = model, tokenizer
-        elif model or self.config.model:
-            self.model, self.tokenizer = load_model(model or self.config.model, dtype)
-            dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
-        else:
-            self._check()  # before the demonstrations
-            envs = self.environments.envs
-            self._start = self.environments.guard(make_start, self.config, envs)
-            self.model, self.tokenizer = self._start.model, self._start.tokenizer
-            self._undemonstrated = self._start.undemonstrated
-        rank = self.config.learner.lora_rank
-        if rank and hasattr(self.model, "disable_adapter"):
-            raise ConfigError(f"lora_rank is {rank} and the model has an adapter; expected 0")
-        if dtype != "auto":
-            self.model.to(getattr(torch, dtype))
-        if torch.cuda.is_available():
-            self.model.to("cuda")
-        use_threads(self.model)
-        if self.config.eval_tasks == "all":
-            self.config = replace(self.config, eval_tasks=self.environments.num_eval_tasks)
-        if not self.config.eval_tasks:
-            is_slow = not is_small(self.model) and not torch.cuda.is_available()
-            self.config = replace(self.config, eval_tasks=32 if is_slow else 256)
-        self.chat = ChatTokenizer(
-            self.tokenizer,
-            history=self.config.rewritten_history,
-            end_ids=match_tokenizer(self.model, self.tokenizer),
-        )
-        self.folder: Path | None = None
-        self._trained, self._skipped_demonstrations, self._step = False, 0, 0
-        self._source = (model or self.config.model) if isinstance(model, str) else ""
-        self._imitates = bool(self._source) and getattr(self.config.recipe, "demonstrates", False)
-        self._resumed: Resumed | None = None
-        self._engine: Engine | None = None
-        self._conversation, self._loop, self._starting = local(), EngineLoop(), Lock()
-        self.environments.close()  # from here on, only what they declare is read
+        with self.environments.closing():  # after it, only what they declare is read
+            self.env_id = self.environments.env_id
+            declared = self.environments.scores
+            if len(declared) == 1:  # of several, each has its own
+                self.config = with_score(self.config, declared[self.env_id])
+            self._findings: list[Finding] | None = None
+            self._start: Start | None = None
+            self._undemonstrated: list[str] = []
+            dtype = self.config.model_dtype
+            if not isinstance(model, str):
+                self.model, self.tokenizer = model, tokenizer
+            elif model or self.config.model:
+                self.model, self.tokenizer = load_model(model or self.config.model, dtype)
+                dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
+            else:
+                self._check()  # before the demonstrations
+                envs = self.environments.envs
+                self._start = self.environments.guard(make_start, self.config, envs)
+                self.model, self.tokenizer = self._start.model, self._start.tokenizer
+                self._undemonstrated = self._start.undemonstrated
+            rank = self.config.learner.lora_rank
+            if rank and hasattr(self.model, "disable_adapter"):
+                raise ConfigError(f"lora_rank is {rank} and the model has an adapter; expected 0")
+            if dtype != "auto":
+                self.model.to(getattr(torch, dtype))
+            if torch.cuda.is_available():
+                self.model.to("cuda")
+            use_threads(self.model)
+            if self.config.eval_tasks == "all":
+                self.config = replace(self.config, eval_tasks=self.environments.num_eval_tasks)
+            if not self.config.eval_tasks:
+                is_slow = not is_small(self.model) and not torch.cuda.is_available()
+                self.config = replace(self.config, eval_tasks=32 if is_slow else 256)
+            self.chat = ChatTokenizer(
+                self.tokenizer,
+                history=self.config.rewritten_history,
+                end_ids=match_tokenizer(self.model, self.tokenizer),
+            )
+            self.folder: Path | None = None
+            self._trained, self._skipped_demonstrations, self._step = False, 0, 0
+            self._source = (model or self.config.model) if isinstance(model, str) else ""
+            self._imitates = bool(self._source) and getattr(
+                self.config.recipe, "demonstrates", False
+            )
+            self._resumed: Resumed | None = None
+            self._engine: Engine | None = None
+            self._conversation, self._loop, self._starting = local(), EngineLoop(), Lock()
 
     def train(self) -> History:
         """Warms up the tiny model, trains, evaluates, tracks and saves; returns the metrics.
@@ -178,10 +180,11 @@ class GSPOAgent:
         seed_generators(derive_seed(config.seed, "generators"))
         findings: list[Finding] = []
         if resumed is None:
-            findings += self._check()
-            self._gather()
-            check = partial(check_start, undemonstrated=self._undemonstrated)
-            findings += self.environments.guard(check, config, self.environments.envs, self.chat)
+            with self.environments.closing() as envs:
+                findings += self._check()
+                self._gather()
+                check = partial(check_start, undemonstrated=self._undemonstrated)
+                findings += self.environments.guard(check, config, envs, self.chat)
             if self._ranks is None and not is_small(self.model):
                 from gspo_agents.preflight import check as preflight
 
@@ -574,7 +577,8 @@ class GSPOAgent:
         if self._imitates:
             from gspo_agents.demonstrations import gather
 
-            shown = gather(self)
+            with self.environments.closing():
+                shown = gather(self)
             self._start = Start(model=self.model, tokenizer=self.tokenizer, episodes=shown)
             if not self.config.learner.lora_rank:
                 self._source = ""  # the run begins with the model that has imitated

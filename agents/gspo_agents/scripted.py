@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 from gspo_env.env.base import attribute, num_eval_tasks
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.recipes.teacher import training_tasks
-from gspo_env.rollout.failures import FaultLog, lose_unscored, refuse_failures
+from gspo_env.rollout.failures import FaultLog, close_quietly, lose_unscored, refuse_failures
 from gspo_env.rollout.play import Policy, demonstrator, look
 from gspo_env.rollout.pool import play_alone
 from gspo_env.rollout.settings import RolloutConfig
@@ -31,7 +32,8 @@ class ScriptedAgent:
         self.env_id = resolve_env(env)
         self.noise = noise
         # each call of the environment has the time that an episode of a training has by default
-        self._guard = in_thread(self, self.env_id, RolloutConfig().episode_timeout)
+        limit = RolloutConfig().episode_timeout
+        self._guard = partial(in_thread(self).guard, self.env_id, limit)
         self._env = self._guard(make_env, self.env_id, **env_kwargs)
         self._faults = FaultLog()
 
@@ -75,6 +77,8 @@ class ScriptedAgent:
             raise ConfigError(
                 f"{self.env_id} has no expert_action, so there is no scripted agent for it"
             ) from error
+        finally:
+            self._guard(close_quietly, self._env)
         refuse_failures([episode for group in groups for episode in group.episodes])
         self._faults.summarise()
         return groups

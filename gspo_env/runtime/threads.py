@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,8 +53,10 @@ _LIBRARIES = tuple(
 
 _calls: dict[int, _Call] = {}
 """The innermost call of environment code in each thread, by its ident."""
-_abandoned: set[int] = set()
-"""The threads that nothing waits for any more."""
+_running: dict[int, Future[Any]] = {}
+"""The job that each `EnvThread` is in, by its ident."""
+_abandoned: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+"""The jobs that nothing waits for any more."""
 _causes: set[tuple[str, str, str]] = set()
 """What raised, with the exception and the line; see `log_once`."""
 _quiet = ContextVar("_quiet", default=False)
@@ -88,7 +89,7 @@ def _enter(call: _Call | None) -> _Call | None:
     previous = _calls.get(thread)
     if call is None:
         del _calls[thread]
-    elif thread in _abandoned and previous is None:
+    elif previous is None and _running.get(thread) in _abandoned:
         raise _Abandoned
     else:
         _calls[thread] = call
@@ -324,7 +325,7 @@ class EnvThread:
             while not wait([future], timeout=_LOOK_SECONDS).done:
                 watch.look()
         except BaseException:
-            _abandoned.add(self._thread.ident or 0)
+            _abandoned.add(future)
             raise
         return future.result()
 
@@ -347,11 +348,16 @@ class EnvThread:
         try:
             while (job := self._next()) is not None:
                 future, call = job
+                _running[threading.get_ident()] = future
                 fulfil(future, call)
-                del job, future, call  # an idle thread keeps no result
+                del (
+                    job,
+                    future,
+                    call,
+                    _running[threading.get_ident()],
+                )  # an idle thread keeps no result
         finally:
             loops.close_thread_loop()
-            _abandoned.discard(threading.get_ident())
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
         self._loop = loops.thread_loop()
@@ -365,14 +371,8 @@ class EnvThread:
             self._arrived.clear()
 
 
-def in_thread(owner: object, name: str, seconds: float | None) -> Callable[..., Any]:
-    """Returns a function that runs others in one thread, which ends with its owner.
-
-    Args:
-        owner: The thread ends when this is collected.
-        name: See `EnvThread.guard`.
-        seconds: See `EnvThread.guard`.
-    """
+def in_thread(owner: object) -> EnvThread:
+    """Returns a thread that ends when its owner is collected."""
     thread = EnvThread()
     weakref.finalize(owner, thread.stop)
-    return partial(thread.guard, name, seconds)
+    return thread

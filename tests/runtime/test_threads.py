@@ -5,6 +5,7 @@ import gc
 import logging
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_a_hang_in_a_process_names_the_environment_and_no_line_of_ours():
 def test_a_demonstrator_that_hangs_ends_the_scripted_agent(monkeypatch):
     monkeypatch.setattr(threads, "_LOOK_SECONDS", 0.01)
     agent = ScriptedAgent("hangs.py:Hangs", where="expert_action", after=2)
-    agent._guard = in_thread(agent, agent.env_id, 0.2)
+    agent._guard = partial(in_thread(agent).guard, agent.env_id, 0.2)
     with pytest.raises(EnvironmentHangError, match=r"expert_action\(0\.0\) has not returned"):
         agent.evaluate(4)
 
@@ -141,10 +142,10 @@ def test_the_thread_of_an_agent_ends_with_the_agent():
         pass
 
     owner = Owner()
-    guard = in_thread(owner, "x", 1.0)
-    own = guard(threading.current_thread)
+    thread = in_thread(owner)
+    own = thread.guard("x", 1.0, threading.current_thread)
     assert own is not threading.current_thread()
-    del owner, guard
+    del owner, thread
     own.join(30)
     assert not own.is_alive()
 
