@@ -87,8 +87,10 @@ class Ended:
     """The exit code, or the negative number of the signal."""
     output: str
     seconds: float
+    cpu: float
+    """CPU seconds, with those of the children that it waited for."""
     memory: float
-    """Highest resident MiB beyond those of this process."""
+    """Highest resident MiB beyond those of a fork that does nothing."""
 
     @property
     def sentence(self) -> str:
@@ -128,7 +130,10 @@ class Command:
     ) -> None:
         self.line, self._seconds = shlex.join(map(str, arguments)), seconds
         self._output = tempfile.NamedTemporaryFile(dir=SCRATCH)  # noqa: SIM115
-        self._begun, self._base = time.monotonic(), psutil.Process().memory_info().rss >> 10
+        self._begun = time.monotonic()
+        if not (idle := os.fork()):
+            os._exit(0)
+        self._base = os.wait4(idle, 0)[2].ru_maxrss
         sys.stdout.flush()
         self.pid = os.fork()
         if not self.pid:
@@ -161,6 +166,7 @@ class Command:
             code=os.waitstatus_to_exitcode(status),
             output=text + f"\nit did not end within {self._seconds:g} s" * hangs,
             seconds=time.monotonic() - self._begun,
+            cpu=usage.ru_utime + usage.ru_stime,
             memory=memory,
         )
 
@@ -291,13 +297,20 @@ def check_points(uri: str, place: Path, what: str) -> int:
     return want.total()
 
 
-def check_processes(what: str, *words: str) -> None:
-    """Checks that no process is left whose command has one of the words."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            command = " ".join(process.cmdline())
-            if process.pid != os.getpid() and any(word in command for word in words):
-                raise Wrong(f"{what}: process {process.pid} is left: {command[:200]}")
+def check_processes(what: str, *words: str, patience: float = 60.0) -> None:
+    """Checks that processes whose commands have one of the words end by themselves."""
+    end = time.monotonic() + patience
+    while left := [p for p in psutil.process_iter() if any(w in command_of(p) for w in words)]:
+        if time.monotonic() > end:
+            raise Wrong(f"{what}: process {left[0].pid} is left: {command_of(left[0])[:200]}")
+        time.sleep(0.1)
+
+
+def command_of(process: psutil.Process) -> str:
+    """Returns the command line of a process, or nothing of this one and of those that ended."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline()) if process.pid != os.getpid() else ""
+    return ""
 
 
 def cpu_seconds() -> float:
@@ -345,7 +358,7 @@ def case_disk_full_store(folder: Path) -> str:
                 run("sync", output).expect(0)
                 check_points(uri, output, f"a disk of {size} KiB")
             else:
-                (folder / f"disk{size}/store.db").unlink()
+                (folder / f"disk{size}/store.db").unlink(missing_ok=True)
                 train(output, *MLFLOW, uri).expect(0)
     return f"{len(ends)} trainings: {tally(ends)}; every point arrived once"
 
@@ -700,6 +713,77 @@ def case_hostile_data(folder: Path, draws: int = 60) -> str:
         judge(ends, run(*command), f"draw {number}, {kind} of {path.name}", outside, 0, 2)
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return f"{draws} spoiled files: {tally(ends)}"
+
+
+X = "{% set x = 'a' * 99999 %}"
+LIST, TWICE = "{% set x = [0] %}", "{% set x = [x, x] %}"
+LOOPS = "{% for a in range(200) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+TEMPLATES = {
+    "widths": "{{ ('{0:9999}' * 300000).format(1) | length }}",
+    "a width from an argument": "{{ ('{0:{1}}' * 300000).format(1, 9999) | length }}",
+    "a fill from an argument": "{{ ('{0:{2}>{1}}' * 300000).format(1, 9999, '\u20ac') | length }}",
+    "one width": "{{ '{0:180000000}'.format(1) | length }}",
+    "widths of %": "{{ ('%09999d' * 9999) % ((1,) * 9999) | length }}",
+    "nested lists": LIST + TWICE * 60 + "{{ x | tojson | length }}",
+    "nested lists below the bound": LIST + TWICE * 12 + "{{ x | tojson | length }}",
+    "reversals": X + "{% for i in range(99999) %}{% set y = (x * 40)[::-1] %}{% endfor %}",
+    "reversals of lists": "{% set x = [0] * 9000000 %}"
+    "{% for i in range(99999) %}{% set y = x[::-1] %}{% endfor %}",
+    "output below the bound": "{{ '\U0001f600' * 260000 }}",
+    "memory below the bound": "{{ ([0] * 20000000) | length }}",
+    "time below the bound": LOOPS,
+}
+"""Chat templates that would take much memory or time."""
+
+
+def case_templates(folder: Path) -> str:
+    """Chat templates that would take gigabytes or minutes, and some just below the bounds."""
+    train(folder / "run").expect(0)
+    model, texts = folder / "run/model", []
+    plain = (model / "chat_template.jinja").read_text()
+    usual = run("doctor", model).expect(0, 1)
+    for name, bomb in TEMPLATES.items():
+        (model / "chat_template.jinja").write_text(bomb + plain)
+        ended = run("doctor", model).expect(0, 1, 2)
+        memory, cpu = ended.memory - usual.memory, ended.cpu - usual.cpu
+        if memory > 300 or cpu > 5:
+            WRONGS.append(f"{name}: {memory:.0f} MiB, {cpu:.1f} s of CPU\n{ended.output[-500:]}")
+        texts.append(f"{name} {ended.code} ({memory:.0f} MiB, {cpu:.1f} s)")
+    return ", ".join(texts)
+
+
+def case_parquet(folder: Path) -> str:
+    """Files of episodes of less than 50 KB that would unpack to gigabytes."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    train(folder / "run").expect(0)
+    (folder / "reward.py").write_text("def right(attempt):\n    return float(len(attempt.text))\n")
+    path, texts = min((folder / "run/episodes").glob("*-train.parquet")), []
+    usual, words = pq.read_table(path), pa.array(["x" * 300_000])
+    bombs: dict[str, tuple[Sequence[str], Any, int]] = {
+        "texts": (("observation", "action", "final_observation"), words, 4000),
+        "other texts": (("error", "agent", "options", "task_key", "tools"), words, 1400),
+        "ids": (("prompt_ids",), pa.array(np.full(20_000_000, 50_000, np.int32)), 1),
+        "flags": (("clipped",), pa.array(np.full(40_000_000, True)), 1),
+        "nothing": (("advantages", "ratios", "entropies"), pa.nulls(9_000_000, pa.float32()), 1),
+    }
+    for name, (columns, value, rows) in bombs.items():
+        table = usual.take([0] * rows)
+        indices = pa.array([0] * rows, pa.int32())
+        column = pa.DictionaryArray.from_arrays(indices, value) if rows > 1 else None
+        if column is None:
+            column = pa.ListArray.from_arrays(pa.array([0, len(value)], pa.int32()), value)
+        for each in columns:
+            table = table.set_column(table.schema.get_field_index(each), each, column)
+        pq.write_table(table, path, store_schema=False, compression="zstd")
+        commands = (["view", "--no-browser"], ["rescore", "--rewards", f"{folder}/reward.py:right"])
+        for command, *flags in commands:
+            ended = run(command, folder / "run", *flags).expect(0, 2, word="unpacks to more than")
+            size = f"{path.stat().st_size >> 10} KiB, {ended.memory:.0f} MiB, {ended.cpu:.1f} s"
+            texts.append(f"{name} {command} {ended.code} ({size})")
+    return ", ".join(texts)
 
 
 # Programs
