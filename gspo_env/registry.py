@@ -14,7 +14,9 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -89,6 +91,8 @@ _BASES = {
 _METHODS = {"engine": "start", "loss": "compute", "recipe": "build", "tracker": "start"}
 """The one method of the kinds without a base class."""
 _NAMES: dict[type, str] = {}
+_RUNS: ContextVar[str] = ContextVar("_RUNS", default="")
+"""The module or file whose code runs, to find a class in it."""
 _LOADING: dict[str, RLock] = {}
 
 
@@ -218,7 +222,8 @@ def load_module(where: str) -> ModuleType:
         if beside.is_dir() or beside.with_suffix(".py").is_file():
             _add_path(os.getcwd())  # where the modules of a script would be
         try:
-            return importlib.import_module(where)
+            with _runs(where):
+                return importlib.import_module(where)
         except ImportError:
             raise
         except (Exception, SystemExit) as error:
@@ -233,6 +238,28 @@ def load_module(where: str) -> ModuleType:
         if name not in sys.modules:
             _execute(name, path, source)
         return sys.modules[name]
+
+
+@contextmanager
+def _runs(where: str) -> Iterator[None]:
+    token = _RUNS.set(where)
+    try:
+        yield
+    finally:
+        _RUNS.reset(token)
+
+
+def refuse_training_script() -> None:
+    """Refuses to train within a module or file that is only loaded to find a class in it.
+
+    Raises:
+        ConfigError: One is loaded in this thread.
+    """
+    if where := _RUNS.get():
+        raise ConfigError(
+            f"{where} trains whenever it is loaded; expected its training under `if __name__ == "
+            '"__main__":`'
+        )
 
 
 def _add_path(folder: str) -> None:
@@ -250,7 +277,8 @@ def _execute(name: str, path: Path, source: bytes) -> None:
     try:
         # Not by the spec's loader: Python takes what it has compiled of a file for that of any
         # other with the same size and second.
-        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+        with _runs(path.name):
+            exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ImportError(f"{path.name} raised {type(error).__name__}: {error}") from error

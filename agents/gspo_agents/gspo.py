@@ -28,6 +28,7 @@ from gspo_agents.setup import (
     open_collector,
     start_engine,
 )
+from gspo_agents.terminal import own_classes
 from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.config import Config, from_dict, override, to_toml, with_score
 from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_completion
@@ -52,6 +53,7 @@ from gspo_env.model.load import (
 )
 from gspo_env.model.threads import is_small, use_threads
 from gspo_env.redaction import write_text
+from gspo_env.registry import refuse_training_script
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation
 from gspo_env.rollout.pool import make_member
@@ -129,6 +131,7 @@ class GSPOAgent:
                 self.model, self.tokenizer = load_model(model or self.config.model, dtype)
                 dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
             else:
+                refuse_training_script()
                 self._check()  # before the demonstrations
                 envs = self.environments.envs
                 self._start = self.environments.guard(make_start, self.config, envs)
@@ -174,6 +177,7 @@ class GSPOAgent:
             OutputError: The output folder cannot be written.
             TrainingError: Nothing can be learned; see `gspo_env.health.startup`.
         """
+        refuse_training_script()
         config, resumed, source = self.config, self._resumed, self._source
         check_learning(self.model, config, self.chat)
         # a checkpoint replaces their states
@@ -196,7 +200,7 @@ class GSPOAgent:
         else:
             folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
             checkpoints, recorded = Checkpoints(folder, config.checkpoints), None
-        self.folder = checkpoints.run
+        self.folder, checkpoints.flags = checkpoints.run, own_classes(config)
         record(self.folder, config, source)
         self._trained, self._resumed = True, None
         info = run_info(config, self.env_id, mode, self.folder, recorded)

@@ -217,7 +217,9 @@ class Reporter:
                     f"Stopped after step {step} of {steps}: success {stop:.1%} reached.",
                     *lines,
                 ]
-            lines += closing(history, folder, encoding, tasks=len(split.tasks), more=more)
+            resume = self._checkpoints.resume_command
+            tasks = len(split.tasks)
+            lines += closing(history, folder, encoding, tasks=tasks, more=more, resume=resume)
         lines += self._tracker.problems
         if self._tracker.how_to_look:
             lines.append(f"Tracked: {self._tracker.how_to_look}")

@@ -63,9 +63,14 @@ def opening(config: Config, env_id: str, model: Any, folder: Path, how_to_look: 
         "folder": str(folder),
         "tracker": f"{tracker} ({how_to_look})" if how_to_look else tracker,
     }
-    if flags := [flag for kind in BUILTIN if (flag := _flag(kind, getattr(config, kind)))]:
-        rows["own classes"] = f"train --resume will need {' '.join(flags)}"
+    if flags := own_classes(config):
+        rows["own classes"] = f"train --resume will need {flags}"
     return "\n".join(f"{name:<13}{value}" for name, value in rows.items())
+
+
+def own_classes(config: Config) -> str:
+    """Returns the flags that a resume needs for classes that only this script or notebook finds."""
+    return " ".join(filter(None, (_flag(kind, getattr(config, kind)) for kind in BUILTIN)))
 
 
 def _flag(kind: str, choice: Any) -> str:
@@ -80,7 +85,13 @@ def _flag(kind: str, choice: Any) -> str:
 
 
 def closing(
-    history: History, folder: Path, encoding: str = "utf-8", *, tasks: int = 0, more: str = ""
+    history: History,
+    folder: Path,
+    encoding: str = "utf-8",
+    *,
+    tasks: int = 0,
+    more: str = "",
+    resume: str = "",
 ) -> list[str]:
     """Returns the curve of a finished run, and the commands for the next steps.
 
@@ -91,6 +102,7 @@ def closing(
         tasks: Episodes of an evaluation. The best checkpoint is named if it exists and is better
             than the last.
         more: The flag with which a resumed run has steps left; by default twice the steps.
+        resume: The command that resumes the run, if it needs more than the folder.
     """
     evaluations = [(step, m) for step, m in history if "eval/success" in m]
     # the return, where success never changes
@@ -103,13 +115,14 @@ def closing(
     form = ".1%" if name == "eval/success" else ".3g"
     first, final, top = (figure(value, form) for value in (values[0][1], values[-1][1], best))
     run = shlex.quote(str(folder))
+    resume = resume or f"gspo-env train --resume {run}"
     return [
         f"Model, config and learning curve: {folder}",
         f"{name} {curve} from {first} to {final}, best {top} after step {best_step}",
         *_better_checkpoint(history, folder, tasks),
         f"View:      gspo-env view {run}",
         f"Evaluate:  gspo-env evaluate {run}",
-        f"Resume:    gspo-env train --resume {run} {more or f'--steps {2 * history[-1][0] or 1}'}",
+        f"Resume:    {resume} {more or f'--steps {2 * history[-1][0] or 1}'}",
     ]
 
 

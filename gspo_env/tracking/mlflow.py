@@ -78,7 +78,9 @@ _PORTS = {"http": 80, "https": 443}
 _DELETED = "Current state is deleted"
 """What MLflow says of a run, or of its experiment, that can be restored."""
 OPENING = 60.0
-"""Seconds that opening a store may take; a new database takes a few."""
+"""Seconds until a server, or a database of one, has answered."""
+_OWN = 600.0
+"""Seconds that a store in files may take: its tables take a busy machine long, as do other runs."""
 
 
 @settings
@@ -151,13 +153,14 @@ class MLflow:
 
     def _open(self, work: Callable[[], T]) -> T:
         """Does something with the store, in the limit of time; the errors are MLflow's own."""
+        limit = _OWN if urlsplit(self.address).scheme in ("", "file", "sqlite") else OPENING
         try:
             # A server that sends a byte now and then would keep a socket with a timeout for hours.
             return run_in_daemon(partial(_one_at_a_time, self.address, work), "mlflow").result(
-                OPENING
+                limit
             )
         except Exception as error:
-            reason = str(error) or f"no answer within {OPENING:g} seconds"
+            reason = str(error) or f"no answer within {limit:g} seconds"
             name = "tracker.tracking_uri" if self.tracking_uri else "MLFLOW_TRACKING_URI"
             place = f"{name} is {self.address!r}" if self.address else "runs go to ./mlflow.db"
             text = visible(redact_text(f"{place}, which MLflow cannot open: {reason}"))

@@ -74,6 +74,8 @@ class Checkpoints:
 
     def __init__(self, run: Path, settings: CheckpointConfig) -> None:
         self.run, self.folder, self.settings = run, run / "checkpoints", settings
+        self.flags = ""
+        """What a resume needs besides the folder."""
         self.failed = 0
         """Files and checkpoints of this run that could not be written."""
         self.last: int | None = None
@@ -99,7 +101,7 @@ class Checkpoints:
     @property
     def resume_command(self) -> str:
         """The command that resumes the run."""
-        return f"gspo-env train --resume {shlex.quote(str(self.run))}"
+        return f"gspo-env train --resume {shlex.quote(str(self.run))} {self.flags}".rstrip()
 
     def stopped(self, step: int, steps: int) -> str:
         """Returns the sentence that a run stopped, what it has to repeat, and how to resume it."""

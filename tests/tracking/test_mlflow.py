@@ -505,6 +505,12 @@ def test_an_answer_that_never_ends_is_refused(answer, monkeypatch):
         refused.set()
 
 
+def test_a_store_in_a_file_has_longer_to_open_than_a_server(begin, folder, monkeypatch):
+    monkeypatch.setattr("gspo_env.tracking.mlflow.OPENING", 0.01)  # its tables take longer
+    begin().finish()
+    assert (folder / "mlflow.db").is_file()
+
+
 @pytest.mark.parametrize("address", ["{}", "file://{}", "{}/sub/.."])
 def test_a_server_names_no_folder_of_the_user(tmp_path, monkeypatch, address):
     mine = tmp_path / "mine" / "model" / "precious.txt"

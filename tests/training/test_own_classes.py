@@ -68,6 +68,25 @@ def test_a_training_says_at_once_what_a_resume_will_need(trained):
     assert trained[1].index("own classes") < trained[1].index("imitation")
 
 
+def test_the_last_lines_of_a_training_resume_it_with_its_own_classes(trained):
+    (line,) = (line for line in trained[1].splitlines() if line.startswith("Resume: "))
+    flags = "--advantage sub/script.py:Own --loss sub/own_loss_of_a_script.py:Scaled"
+    assert line.split(maxsplit=1)[1] == f"gspo-env train --resume out {flags} --steps 2"
+
+
+@pytest.mark.parametrize("call", ["GSPOAgent(env={!r}).train()", "GSPOAgent.resume('out').train()"])
+def test_a_script_that_trains_when_it_is_loaded_for_its_class_is_refused(
+    trained, monkeypatch, capsys, call
+):
+    monkeypatch.chdir(trained[0])
+    source = Path("sub/own_loss_of_a_script.py").read_text()
+    train = f"from gspo_agents.gspo import GSPOAgent\n{call.format('gspo/Lookup-v0')}\n"
+    Path("trains.py").write_text(source + train)
+    for place in ("trains.py", "trains"):
+        said = refused(capsys, "train", "--loss", f"{place}:Scaled")
+        assert f"{place} trains whenever it is loaded; expected its training under" in said
+
+
 def test_the_first_success_of_a_model_that_imitated_is_said_to_be_after_imitation(trained):
     (line,) = (line for line in trained[1].splitlines() if line.startswith("Success on "))
     assert "% after imitation, " in line
