@@ -6,11 +6,13 @@
     python stress/pairs.py --plant               # ten planted faults, each caught by a row
     python stress/pairs.py --matrix              # what cannot be combined
     python stress/pairs.py --published           # combinations that others have published
+    python stress/pairs.py --smollm2 3           # a few rows with three layers of SmolLM2
 
 The settings come from the tree of `Config` and from the registry, so a new choice is in by itself.
 A row trains a tiny model for three steps, repeats the last one as after a kill, and is evaluated,
-viewed, diagnosed, rescored and synced. It ends well, or one sentence refuses it. The reference is
-in `pairs_oracle.py`. Exit code 1 if a row is wrong.
+viewed, diagnosed, rescored and synced; its batches are replayed, compared and rewound. It ends
+well, or one sentence refuses it. The reference is in `pairs_oracle.py`. Exit code 1 if a row is
+wrong.
 """
 
 from __future__ import annotations
@@ -49,12 +51,14 @@ from gspo_agents.gspo import GSPOAgent
 from gspo_agents.setup import check_learning
 from gspo_env.cli.diagnose import Diagnose
 from gspo_env.cli.evaluate import Evaluate
+from gspo_env.cli.main import parse
 from gspo_env.cli.rescore import Rescore
 from gspo_env.cli.sync import Sync
 from gspo_env.cli.view import View
 from gspo_env.config import Config, override
 from gspo_env.errors import ConfigError, GspoEnvError, TrainingError
 from gspo_env.health.startup import check_settings, check_start
+from gspo_env.model.load import load_model
 from gspo_env.registry import BUILTIN, find
 from gspo_env.tracking.base import flatten
 
@@ -82,6 +86,7 @@ ELSEWHERE = {
 """Choices that need a package or a machine of their own; their tests are marked."""
 ARGUMENTS = {
     "advantage": {
+        "by_agent": ({}, {"weights": {"left": 2.0, "right": -0.5}, "missing": 0.25}),
         "distillation": (
             {"hint": "solution"},
             {"teacher": "teacher", "credit": 0.5, "gamma": 0.9, "weight": 0.5},
@@ -96,7 +101,7 @@ ARGUMENTS = {
     "compaction": {"summary": ({"instruction": "Say a word.", "summary_tokens": 6},)},
     "tracker": {"mlflow": ({"tracking_uri": "sqlite:///store.db", "traces": 1},)},
 }
-"""The settings of choices that need some."""
+"""The settings of choices that need some, or have a table."""
 NUMBERS: dict[str, tuple[Any, ...]] = {
     "tasks_per_step": (2, 1),
     "rollout.group_size": (4, 2, 8, 1),
@@ -124,17 +129,19 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "loss.dual_clip": (0.0, 3.0),
     "loss.kl_coef": (0.0, 0.05),
     "loss.max_tokens": (1024, 7),
+    "episodes.keep_batches": ("all", "last", 2, "none"),
 }
 """Values of the settings that are numbers, the usual one first."""
 CONSTANT = {
     "": (
         "env env_kwargs model seed steps stop_at_success eval_every eval_tasks strict output "
-        "checkpoints episodes recipe tracker "
+        "checkpoints recipe tracker "
     ),
     "rollout": (
         "episode_timeout concurrency max_retries max_env_error_rate workers ray_address "
         "max_worker_restarts "
     ),
+    "episodes": "keep_episodes keep_groups keep_mb",
     "supply": "min_success max_success",
     "learner": (
         "learning_rate warmup_steps max_grad_norm max_skipped_steps lora_alpha "
@@ -154,6 +161,7 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
     **{name: {"env": f"{ENVS}:{name}"} for name in ("Words", "Final", "Both", "Masked")},
     **{name: {"env": f"{ENVS}:{name}"} for name in ("Ranked", "Edited", "Long")},
     "several": {"env": (f"one={ENVS}:Words:0.7", f"two={ENVS}:Final:0.3")},
+    "mixed": {"env": (f"two={ENVS}:Final:0.5", f"three={ENVS}:Both:0.5")},
     "lookup": {"env": "gspo/Lookup-v0"},
     "dialogue": {"env": "gspo/Dialogue-v0"},
     "dataset": {
@@ -169,9 +177,26 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
         "env_kwargs": {"program": f"{ENVS}:ask", "data": "rows.jsonl"},
     },
 }
+SMOLLM2: dict[str, Row] = {
+    "LoRA, KL and two minibatches": {
+        "learner.lora_rank": 2, "loss.kl_coef": 0.05, "learner.minibatches": 2,
+    },
+    "compaction": {
+        "env": "Long", "rollout.max_context": 160,
+        "compaction": ("summary", {"instruction": "Say a word.", "summary_tokens": 6}),
+    },
+    "staleness": {"supply.max_staleness": 1, "learner.observation_coef": 0.1},
+    "two environments": {"env": "several", "tasks_per_step": 2, "threads": 2},
+    "two agents and packed microbatches": {
+        "env": "Both", "advantage": ("by_agent", {}), "learner.microbatch_tokens": 80,
+        "learner.entropy_coef": 0.05,
+    },
+    "an edited conversation": {"env": "Edited", "rewritten_history": "keep"},
+}  # fmt: skip
+"""What differs from the usual values in the rows with layers of SmolLM2."""
 OWN = ("old_logprobs", "aggregation", "ratio_level", "max_tokens")
 """Settings of a loss whose usual value stands for the loss's own."""
-EXACT = ("Words", "Final", "Both", "Masked", "Edited", "several", "lookup")
+EXACT = ("Words", "Final", "Both", "Masked", "Edited", "several", "mixed", "lookup")
 """Environments with `blocking = False`, whose resumed runs have the bits of uninterrupted ones."""
 
 
@@ -468,11 +493,37 @@ def commands(row: Row, run: Path) -> dict[str, Any]:
         text = quiet(Sync(folder=str(run)))
         return [] if "has everything" in text else [f"sync: {text}"]
 
+    def replay() -> list[str]:
+        oldest = min(folder.name for folder in (run / "batches").iterdir())
+        text = quiet(parse(["replay", str(run), "--step", str(int(oldest[5:]))]))
+        return [] if "to the last digit" in text else [f"replay: {text}"]
+
+    def whatif() -> list[str]:
+        arm = "learner.max_grad_norm=0.5,0.25"  # the run's own, and one that leaves the gradient
+        quiet(parse(["whatif", str(run), "--arm", arm, "--json", "whatif.json"]))
+        own, *others = json.loads(Path("whatif.json").read_text()).values()
+        off = [
+            (name, own[name], other[name])
+            for other in others
+            for name in ("norm", "cosine", "turned_tokens", "turned_turns")
+            if other[name] != own[name]
+        ]
+        straight = own["cosine"] is None or abs(own["cosine"] - 1) < 1e-6
+        return [f"whatif: {own}, {off}"] if off or not straight or own["turned_tokens"] else []
+
+    def rewind() -> list[str]:
+        text = quiet(parse(["rewind", str(run), "--by", "kept"]))
+        return [] if "kept      outcome" in text else [f"rewind: {text}"]
+
     works: dict[str, Any] = {
         "diagnose": lambda: [] if quiet(Diagnose(folder=str(run))) else ["diagnose is silent"],
         "view": lambda: quiet(View(folder=str(run), browser=False)) and [],
         "evaluate": lambda: [] if "success" in quiet(Evaluate(folder=str(run))) else ["evaluate"],
     }
+    if (run / "batches").exists() and any((run / "batches").iterdir()):
+        works["replay"] = replay
+        if row.get("episodes.keep_batches") == "all":
+            works |= {"whatif": whatif, "rewind": rewind}
     if row["env"] == "dataset":
         works["rescore"] = rescore
     if row.get("tracker", ("none",))[0] != "none":
@@ -635,10 +686,34 @@ def widest(row: Row, bans: Sequence[Forbidden]) -> Forbidden:
     return {n: [v for v in values[n] if new(n, v)] for n in names}
 
 
-def prepare(folder: Path) -> None:
-    """Makes what all rows begin with: an imitated model, a teacher and the rows of the dataset."""
+def prepare(folder: Path, layers: int = 0) -> None:
+    """Makes what all rows begin with: a model, a teacher and the rows of the dataset.
+
+    Args:
+        folder: Where it is kept.
+        layers: How many layers of SmolLM2 the model has; 0 imitates with a tiny model.
+    """
     os.chdir(folder)
     pairs_envs.rows(Path("rows.jsonl"))
+    if layers:
+        model, tokenizer = load_model("smollm2", "float32")
+        model.model.layers = model.model.layers[:layers]
+        model.config.num_hidden_layers = layers
+        model.save_pretrained("start")
+        tokenizer.save_pretrained("start")
+    else:
+        imitate()
+    shutil.copytree("start", "teacher")
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file("start/model.safetensors")
+    others = {
+        n: w + 0.1 * w.std() * torch.randn(w.shape, generator=generator) for n, w in weights.items()
+    }
+    save_file(others, "teacher/model.safetensors", {"format": "pt"})
+
+
+def imitate() -> None:
+    """Makes a tiny model that has seen the environments."""
     shown = [*(f"{n}={ENVS}:{n}" for n in ("Words", "Edited", "Long")), "gspo/Lookup-v0"]
     settings = Config.from_recipe(
         env=(*shown, "gspo/Dialogue-v0"),
@@ -654,13 +729,6 @@ def prepare(folder: Path) -> None:
     agent.model.save_pretrained("start")
     agent.tokenizer.save_pretrained("start")
     agent.close()
-    shutil.copytree("start", "teacher")
-    generator = torch.Generator().manual_seed(1)
-    weights = load_file("start/model.safetensors")
-    others = {
-        n: w + 0.1 * w.std() * torch.randn(w.shape, generator=generator) for n, w in weights.items()
-    }
-    save_file(others, "teacher/model.safetensors", {"format": "pt"})
 
 
 def apart(work: Callable[[], object]) -> None:
@@ -687,7 +755,9 @@ def in_fork(row: Row, folder: Path, number: int, plant: str = "") -> dict[str, A
     return end(process, place, status)
 
 
-def begin(row: Row, folder: Path, number: int, plant: str = "") -> tuple[int, Path]:
+def begin(
+    row: Row, folder: Path, number: int, plant: str = "", seconds: int = LIMIT
+) -> tuple[int, Path]:
     """Begins to play a row in a process of its own; returns the process and its folder."""
     place = folder / f"row-{number}"
     shutil.rmtree(place, ignore_errors=True)
@@ -704,7 +774,7 @@ def begin(row: Row, folder: Path, number: int, plant: str = "") -> tuple[int, Pa
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(place)
-    signal.alarm(LIMIT)
+    signal.alarm(seconds)
     result: dict[str, Any] = {"end": "wrong", "text": "no result", "stage": "", "cpu": 0.0}
     try:
         if plant:
@@ -747,6 +817,9 @@ def main() -> None:
     parser.add_argument("--plant", action="store_true")
     parser.add_argument("--published", action="store_true")
     parser.add_argument("--matrix", action="store_true")
+    parser.add_argument(
+        "--smollm2", type=int, default=0, metavar="LAYERS", help="of SmolLM2, with a few rows"
+    )
     parser.add_argument("--folder", default="", help="keep the rows that went wrong here")
     parser.add_argument(
         "--set", nargs="*", default=[], help="play one row: env=Words loss.kl_coef=0.05"
@@ -759,8 +832,10 @@ def main() -> None:
     folder = Path(options.folder or tempfile.mkdtemp(prefix="pairs-")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "start").exists():
-        apart(lambda: prepare(folder))
+        apart(lambda: prepare(folder, options.smollm2))
     os.chdir(folder)
+    if options.smollm2:
+        sys.exit(play_smollm2(folder))
     if options.set:
         row = usual_row()
         for each in options.set:
@@ -835,10 +910,10 @@ def play_all(rows: Sequence[Row], folder: Path, jobs: int, seconds: float, resul
             number, row = waiting.pop(0)
             process, place = begin(row, folder, number)
             running[process] = number, place
-        process, status = os.wait()
+        process, status, used = os.wait3(0)
         number, place = running.pop(process)
         result = end(process, place, status)
-        cpu += result["cpu"]
+        cpu += used.ru_utime + used.ru_stime
         counts[result["end"].partition(" ")[0]] += 1
         if results:
             with Path(results).open("a") as file:
@@ -853,6 +928,18 @@ def play_all(rows: Sequence[Row], folder: Path, jobs: int, seconds: float, resul
     played = sum(counts.values())
     print(f"{played} of {len(rows)} rows, {cpu / max(1, played):.1f} s of CPU each: {counts}")
     return int(counts["wrong"] > 0 or not played)
+
+
+def play_smollm2(folder: Path) -> int:
+    """Plays rows with layers of SmolLM2; returns 1 if one is wrong."""
+    wrong = 0
+    for name, settings in SMOLLM2.items():
+        row = usual_row() | {"tasks_per_step": 1, "rollout.group_size": 2} | settings
+        process, place = begin(row, folder, 0, seconds=1800)
+        result = end(process, place, os.waitpid(process, 0)[1])
+        wrong += result["end"] == "wrong"
+        print(f"{name}: {result['end']} {result['text']} ({result['cpu']:.0f} s)", flush=True)
+    return int(wrong > 0)
 
 
 def play_published(folder: Path) -> int:

@@ -612,7 +612,7 @@ def by_group(records: Sequence[Any]) -> list[list[Any]]:
 def kind(record: Any) -> str:
     """Returns the class of an episode's environment."""
     name = record.env.removeprefix("custom/").removesuffix("-v0")
-    return {"one": "Words", "two": "Final"}.get(name, name)
+    return {"one": "Words", "two": "Final", "three": "Both"}.get(name, name)
 
 
 def environment(record: Any) -> Any:

@@ -60,7 +60,7 @@ PUBLISHED = {
          "learner.minibatches": 4},
     ),
     "80/20, TRL": Published(
-        f"{TRL}, arXiv 2506.01939", {**DAPO, **ONE_TURN}, "a mask of the tokens of low entropy"
+        f"{TRL}, arXiv 2506.01939", {**DAPO, **ONE_TURN, "learner.entropy_share": 0.2}
     ),
     "Dr. GRPO, TRL": Published(f"{TRL}, arXiv 2503.20783", {**DR_GRPO, **ONE_TURN}),
     "Dr. GRPO, SkyRL": Published(
