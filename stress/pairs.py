@@ -56,7 +56,7 @@ from gspo_env.cli.rescore import Rescore
 from gspo_env.cli.sync import Sync
 from gspo_env.cli.view import View
 from gspo_env.config import Config, override
-from gspo_env.errors import ConfigError, GspoEnvError, TrainingError
+from gspo_env.errors import ConfigError, GspoEnvError, RolloutError, TrainingError
 from gspo_env.health.startup import check_settings, check_start
 from gspo_env.model.load import load_model
 from gspo_env.registry import BUILTIN, find
@@ -428,8 +428,9 @@ def record_updates(file: Path) -> None:
     def noting_split(*args: Any, **kwargs: Any) -> Any:
         parts = split(*args, **kwargs)
         numbers = [list(dict.fromkeys(sample.episode for sample in part)) for part in parts]
-        notes["minibatches"][-1] = numbers
-        file.write_text(json.dumps(notes))
+        if notes["minibatches"]:  # and not what is measured before the first step
+            notes["minibatches"][-1] = numbers
+            file.write_text(json.dumps(notes))
         return parts
 
     def noting_estimate(*args: Any, **kwargs: Any) -> Any:
@@ -512,7 +513,11 @@ def commands(row: Row, run: Path) -> dict[str, Any]:
         return [f"whatif: {own}, {off}"] if off or not straight or own["turned_tokens"] else []
 
     def rewind() -> list[str]:
-        text = quiet(parse(["rewind", str(run), "--by", "kept"]))
+        try:
+            text = quiet(parse(["rewind", str(run), "--by", "kept"]))
+        except RolloutError as error:
+            refused = row["env"] == "Ranked" and "group_reward compares whole groups" in str(error)
+            return [] if refused else [f"rewind: {error}"]
         return [] if "kept      outcome" in text else [f"rewind: {text}"]
 
     works: dict[str, Any] = {
