@@ -153,7 +153,8 @@ class MLflow:
 
     def _open(self, work: Callable[[], T]) -> T:
         """Does something with the store, in the limit of time; the errors are MLflow's own."""
-        limit = _OWN if urlsplit(self.address).scheme in ("", "file", "sqlite") else OPENING
+        is_file = self.address.partition("://")[0] in ("file", "sqlite")
+        limit = _OWN if is_file or "://" not in self.address else OPENING
         try:
             # A server that sends a byte now and then would keep a socket with a timeout for hours.
             return run_in_daemon(partial(_one_at_a_time, self.address, work), "mlflow").result(

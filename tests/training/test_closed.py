@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -121,8 +122,12 @@ def test_an_agent_that_cannot_begin_closes_every_environment(
     isolation, blocking, when, error, monkeypatch
 ):
     monkeypatch.setenv("WHEN", when)
-    with pytest.raises(error):
-        agent(isolation, blocking)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest ignore it
+    try:
+        with pytest.raises(error):
+            agent(isolation, blocking)
+    finally:
+        signal.signal(signal.SIGINT, before)
     check_closed()
 
 
