@@ -213,10 +213,10 @@ def examples(tmp_path_factory):
     return folder
 
 
-def audited(folder, sandbox, left_out=()):
+def audited(folder, sandbox, left_out=(), tasks=40):
     names = [path.name for path in folder.iterdir() if path.name.startswith(left_out or "-")]
     kwargs = {"folder": folder, "held_out": 0.0, "sandbox": sandbox, "exclude": names}
-    return audit("gspo/Harbor-v0", tasks=40, solutions=True, env_kwargs=kwargs)
+    return audit("gspo/Harbor-v0", tasks=tasks, solutions=True, env_kwargs=kwargs)
 
 
 @pytest.mark.slow
@@ -236,7 +236,8 @@ def test_the_audit_names_a_task_whose_solution_fails_and_one_that_pays_for_nothi
     require_isolation(find_missing_for_commands())
     (tasks / "lines/solution/solve.sh").write_text("true")
     (tasks / "words/tests/test.sh").write_text("echo 1 >/logs/verifier/reward.txt")
-    texts = {finding.name: finding.text for finding in audited(tasks, "jail").findings}
+    result = audited(tasks, "jail", tasks=6)
+    texts = {finding.name: finding.text for finding in result.findings}
     assert texts["gold"] == "The expert succeeds in 1 of 2 tasks. Not in lines."
     assert "1 of 2 tasks pay for no work as for gold: words" in texts["free tasks"]
-    assert not audited(tasks, "jail").is_sound
+    assert not result.is_sound
