@@ -86,7 +86,9 @@ def whole(record: EpisodeRecord) -> Episode:
     episode = to_episode(record)
 
     def tools(values: Any) -> Any:
-        return None if values is None else tuple(read_tools([*values]))
+        if values is None:
+            return None
+        return tuple(read_tools([getattr(tool, "schema", tool) for tool in values]))
 
     turns = tuple(
         replace(t, info=replace(t.info, tools=tools(t.info.tools))) for t in episode.turns

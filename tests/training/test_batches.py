@@ -107,6 +107,15 @@ def plain(tmp_path_factory):
         yield folder / "run"
 
 
+def test_a_teacher_that_reads_the_tools_reads_those_of_the_kept_batch(in_folder):
+    hint = {"name": "distillation", "hint": "solution"}
+    lookup = {"env": "gspo/Lookup-v0", "advantage": hint, "rollout": {"group_size": 2}}
+    GSPOAgent(config=talks(steps=1, episodes={"keep_batches": "all"}, **lookup)).train()
+    replay = Replay("run", 1)
+    assert replay.batch.groups[0].episodes[0].prompt.tools[0].schema["type"] == "function"
+    assert replay.difference(replay.update()) == 0.0
+
+
 NEGATED = """
 from dataclasses import dataclass
 from gspo_env.credit import ReturnsToGo
