@@ -86,9 +86,7 @@ def whole(record: EpisodeRecord) -> Episode:
     episode = to_episode(record)
 
     def tools(values: Any) -> Any:
-        if values is None:
-            return None
-        return tuple(read_tools([getattr(tool, "schema", tool) for tool in values]))
+        return None if values is None else tuple(read_tools([*values]))
 
     turns = tuple(
         replace(t, info=replace(t.info, tools=tools(t.info.tools))) for t in episode.turns

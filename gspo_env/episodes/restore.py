@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 from gspo_env.episodes.schema import EpisodeRecord, TurnRecord
 from gspo_env.errors import OutputError
-from gspo_env.tools.tool import Tool
 from gspo_env.types import (
     Ending,
     Episode,
@@ -59,7 +58,7 @@ def _episode(record: EpisodeRecord) -> Episode:
         task=Task(env_id=record.env, seed=record.seed, options=_json(record.options, dict)),
         prompt=Prompt(
             system=system,
-            tools=_tools(record.tools),
+            tools=tuple(_json(record.tools, list)),
             messages=messages if system is None else messages[1:],
         ),
         turns=tuple(_turn(t, record.turns[k + 1 : k + 3]) for k, t in enumerate(record.turns)),
@@ -98,7 +97,7 @@ def _turn(turn: TurnRecord, rest: Sequence[TurnRecord]) -> Turn:
             reward_parts=parts,
             observation_role=met.role,  # type: ignore[arg-type]
             messages=_messages(following.messages),
-            tools=None if following.tools is None else _tools(following.tools),
+            tools=None if following.tools is None else tuple(_json(following.tools, list)),
             agent=following.agent,
             state_key=None if turn.kind == "summary" else met.state_key,
         )
@@ -128,21 +127,6 @@ def _json(text: str | None, kind: type) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"expected a JSON {kind.__name__}, got {text!r:.80}")
     return value
-
-
-def _tools(text: str | None) -> tuple[Any, ...]:
-    return tuple(map(_tool, _json(text, list)))
-
-
-def _tool(schema: Any) -> Any:
-    """Returns the tool of a schema; a schema in another form as it is."""
-    match schema:
-        case {
-            "function": {"name": str(name), "description": str(about), "parameters": dict(fields)}
-        }:
-            tool = Tool(name=name, description=about, parameters=fields)
-            return tool if tool.schema == schema else schema
-    return schema
 
 
 def _messages(text: str | None) -> tuple[Message, ...] | None:
