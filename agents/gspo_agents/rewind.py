@@ -174,28 +174,28 @@ class Rewind:
         Actions that no policy sampled get the log-probabilities of the learner before the update.
         """
         config, place = self.batch.config, self.place
-        own = gradient(self.batch, config)
-        rows = zip(episode.turns, logprobs(own.learner, episode), strict=True)
+        before = gradient(self.batch, config)
+        rows = zip(episode.turns, logprobs(before.learner, episode), strict=True)
         turns = [t if any(t.logprobs) else replace(t, logprobs=tuple(row)) for t, row in rows]
         episode = replace(episode, turns=tuple(turns))
         edited = self.batch.edited(place, episode)
-        other = gradient(edited, config)
+        after = gradient(edited, config)
         first, second = self.batch.update(config), edited.update(config)
 
         def change(update: Update, played: Episode) -> FloatArray:
             pairs = zip(
-                logprobs(own.learner, played), logprobs(update.learner, played), strict=True
+                logprobs(before.learner, played), logprobs(update.learner, played), strict=True
             )
-            return np.array([after.sum() - before.sum() for before, after in pairs])
+            return np.array([after_N.sum() - before_N.sum() for before_N, after_N in pairs])
 
         return Difference(
             effects={
-                "as kept": effect(self.batch, first, own, own),
-                "edited": effect(edited, second, other, own),
+                "as kept": effect(self.batch, first, before, before),
+                "edited": effect(edited, second, after, before),
             },
             advantages=(
-                _by_turn(own.advantages, place, self.kept),
-                _by_turn(other.advantages, place, episode),
+                _by_turn(before.advantages, place, self.kept),
+                _by_turn(after.advantages, place, episode),
             ),
             kept_change=(change(first, self.kept), change(second, self.kept)),
             edited_change=change(second, episode),
@@ -341,6 +341,7 @@ class _Again:
         }
         if turns[turn].kind == "action":
             pairs["observation"] = inputs.observation, turns[turn].observation
-        for name, (value, kept) in pairs.items():
-            if value != kept:
-                raise self.rewind.refusal(turn, f"its {name} is {value!r:.200}, not {kept!r:.200}")
+        for name, (value, earlier) in pairs.items():
+            if value != earlier:
+                what = f"its {name} is {value!r:.200}, not {earlier!r:.200}"
+                raise self.rewind.refusal(turn, what)

@@ -201,9 +201,12 @@ class _Auditor:
                 )
             ]
             odd = self.disagreements([e for episodes in by_name.values() for e in episodes])
-            checks = [self.replayed(by_name.get(GOLD, ())), self.free(free, len(tasks))]
+            checks = [
+                self.replayed(by_name.get(GOLD, ())),
+                None if self.solutions else self.paid(rows, allow),
+                self.free(free, len(tasks)),
+            ]
             if not self.solutions:
-                checks[1:1] = [self.paid(rows, allow)]
                 checks += [
                     self.escape(by_name, allow),
                     self.agreement(by_name, odd),

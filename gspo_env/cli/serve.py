@@ -136,10 +136,10 @@ def policy_config(options: Serve) -> Config:
         saved = replace(saved, tree=tree, untrusted=untrusted)
         config = from_dict({"model": options.model, **saved.settings(changes)})
     config = override(config, changes)
-    given = options.temperature
+    temperature = options.temperature
     limits = {
         # a training samples, so its settings have no 0
-        "temperature": None if given is None else max(given, sys.float_info.min),
+        "temperature": None if temperature is None else max(temperature, sys.float_info.min),
         "max_turn_tokens": options.max_tokens or None,
         "max_context": options.max_context or None,
     }

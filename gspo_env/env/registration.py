@@ -117,8 +117,8 @@ def find_spec(spec: str | type) -> EnvSpec:
             f"env is {reprlib.repr(spec)} of type {type(spec).__name__}; expected an id, "
             "FILE.py:CLASS or a class of environments"
         )
-    if found := registry.get(spec):
-        return found
+    if registered := registry.get(spec):
+        return registered
     source, separator, name = spec.rpartition(":")
     if not separator and spec.endswith(".py"):
         raise UnknownEnvironmentError(f"{spec!r} names no class; expected {spec}:ClassName.")
@@ -164,8 +164,8 @@ def make_env(spec: str | type, **kwargs: Any) -> gymnasium.Env[str, str]:
         ConfigError: It is not a specification, or the environment does not take the arguments.
         EnvironmentContractError: Its observations or actions are not text.
     """
-    found = find_spec(spec)
-    env_id = found.id
+    env_spec = find_spec(spec)
+    env_id = env_spec.id
     if lost := find_mark(kwargs):
         raise ConfigError(
             f"{env_id}: {lost} was redacted when it was saved; expected the value again, or, in a "
@@ -174,7 +174,9 @@ def make_env(spec: str | type, **kwargs: Any) -> gymnasium.Env[str, str]:
     longest = _check_longest(kwargs.pop("max_observation", None))
     try:
         with constructing():
-            env: gymnasium.Env[Any, Any] = gymnasium.make(found, disable_env_checker=True, **kwargs)
+            env: gymnasium.Env[Any, Any] = gymnasium.make(
+                env_spec, disable_env_checker=True, **kwargs
+            )
     except GspoEnvError:
         raise
     except (Exception, SystemExit) as error:

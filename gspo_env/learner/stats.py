@@ -160,10 +160,12 @@ class UpdateStats:
 
     def _mismatch_metrics(self) -> dict[str, float | None]:
         """Compares the engine's log-probabilities with the trainer's, before the update."""
-        known = [(each, m) for each in self.passes if (m := each.mismatch_N) is not None]
-        if not known:
+        passes = [each for each in self.passes if each.mismatch_N is not None]
+        if not passes:
             return {}
-        size_N = torch.cat([mismatch_N.abs().float() for _, mismatch_N in known])
+        size_N = torch.cat(
+            [m.abs().float() for each in passes if (m := each.mismatch_N) is not None]
+        )
         outside = None
         if self.clip_range is not None:
             shares = [each.outside_clip(*self.clip_range) for each in self.passes]
@@ -173,8 +175,8 @@ class UpdateStats:
             "train/logprob_diff_p99": float(np.quantile(size_N.numpy(), 0.99)),
             "train/logprob_diff_max": float(size_N.max()),
             "train/ratio_outside_clip": outside,
-            **_by_turn(size_N, torch.cat([each.values["turn"] for each, _ in known])),
-            **_by_age(size_N, [each.values.get("age") for each, _ in known]),
+            **_by_turn(size_N, torch.cat([each.values["turn"] for each in passes])),
+            **_by_age(size_N, [each.values.get("age") for each in passes]),
         }
 
     def token_values(self, episodes: Collection[int]) -> dict[tuple[int, int], TokenValues]:
@@ -199,10 +201,10 @@ def _by_turn(size_N: Tensor, turn_N: Tensor) -> dict[str, float]:
 
 def _by_age(size_N: Tensor, ages: Sequence[Tensor | None]) -> dict[str, float]:
     """Returns the mean size of the mismatch by the version of the weights, if there are several."""
-    known = [age_N for age_N in ages if age_N is not None]
-    if len(known) < len(ages):
+    age_N = [age for age in ages if age is not None]
+    if len(age_N) < len(ages):
         return {}
-    means = _means(size_N, torch.cat(known))
+    means = _means(size_N, torch.cat(age_N))
     return {f"train/logprob_diff_age_{n}": m for n, m in means.items()} if len(means) > 1 else {}
 
 

@@ -176,7 +176,8 @@ def control_metrics(groups: Sequence[Group], controls: Collection[str]) -> dict[
         controls: The texts of the tokenizer's control tokens.
     """
     episodes = [e for e in _played(groups) if e.turns]
-    marks = [control_marks(turn.text, controls) for e in episodes for turn in e.turns]
+    pattern = control_marks(controls)
+    marks = [pattern.findall(turn.text) for e in episodes for turn in e.turns]
     pairs = [pair for each in marks for pair in pairwise(each)]
     repeated = sum(a == b and a not in REPEATABLE for a, b in pairs)
     return {

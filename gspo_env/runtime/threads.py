@@ -350,12 +350,8 @@ class EnvThread:
                 future, call = job
                 _running[threading.get_ident()] = future
                 fulfil(future, call)
-                del (
-                    job,
-                    future,
-                    call,
-                    _running[threading.get_ident()],
-                )  # an idle thread keeps no result
+                del _running[threading.get_ident()]
+                del job, future, call  # an idle thread keeps no result
         finally:
             loops.close_thread_loop()
 

@@ -433,8 +433,8 @@ def image_files(program: str, image: str, folder: str) -> bytes:
         SandboxUnavailableError: The image is gone.
     """
     label = f"--label={_LABEL}={_owner()}"
-    made = call(program, "create", label, "--pull=never", image, "sh")
-    name = made.stdout.strip()
+    created = call(program, "create", label, "--pull=never", image, "sh")
+    name = created.stdout.strip()
     try:
         done = subprocess.run(
             [program, "cp", f"{name}:{folder}/.", "-"],
@@ -444,8 +444,10 @@ def image_files(program: str, image: str, folder: str) -> bytes:
         )
     finally:
         call(program, "rm", "--force", name)
-    if made.returncode or done.returncode:
-        raise SandboxUnavailableError(f"{program} can't read {folder} of {image!r}: {_last(made)}")
+    if created.returncode or done.returncode:
+        raise SandboxUnavailableError(
+            f"{program} can't read {folder} of {image!r}: {_last(created)}"
+        )
     return done.stdout
 
 
@@ -460,10 +462,10 @@ def remove_leftovers(program: str) -> None:
     listed = call(program, *form)
     if listed.returncode:
         raise SandboxUnavailableError(f"{program} does not work here: {_last(listed)}")
-    left = [line.split()[0] for line in listed.stdout.splitlines() if _is_orphan(line)]
-    if left:
-        logger.warning("removing %d containers that a killed process has left", len(left))
-        call(program, "rm", "--force", *left)
+    orphans = [line.split()[0] for line in listed.stdout.splitlines() if _is_orphan(line)]
+    if orphans:
+        logger.warning("removing %d containers that a killed process has left", len(orphans))
+        call(program, "rm", "--force", *orphans)
 
 
 def call(

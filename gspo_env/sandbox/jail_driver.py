@@ -46,13 +46,13 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 def collect(process: Any, seconds: float, limit: int) -> tuple[list[bytes], str]:
     """Reads both streams until the command has ended, although others may hold them open."""
     outputs = {stream.fileno(): b"" for stream in (process.stdout, process.stderr)}
-    deadline, left, stopped = time.monotonic() + seconds, False, ""
+    deadline, ended, stopped = time.monotonic() + seconds, False, ""
     with selectors.DefaultSelector() as selector:
         for source in outputs:
             selector.register(source, selectors.EVENT_READ)
         while selector.get_map() and not stopped:
-            ready = selector.select(0.0 if left else 0.05)
-            if left and not ready:
+            ready = selector.select(0.0 if ended else 0.05)
+            if ended and not ready:
                 break
             for key, _ in ready:
                 data = os.read(key.fd, 1 << 16)
@@ -61,9 +61,9 @@ def collect(process: Any, seconds: float, limit: int) -> tuple[list[bytes], str]
                     selector.unregister(key.fd)
                 if len(outputs[key.fd]) > limit:
                     stopped = "output"
-            left = process.poll() is not None
+            ended = process.poll() is not None
             stopped = stopped or ("time" if time.monotonic() > deadline else "")
-    if not stopped and not left:  # it has closed its streams
+    if not stopped and not ended:  # it has closed its streams
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -82,15 +82,15 @@ Granite writes no `</function_call>`."""
 _STARTS = ("{", "[", "Action:", "\u273fFUNCTION\u273f:")
 
 
-def control_marks(text: str, controls: Iterable[str]) -> list[str]:
-    """Returns the control tokens and the marks of calls in a text.
+def control_marks(controls: Iterable[str]) -> re.Pattern[str]:
+    """Returns what finds control tokens and the marks of calls in a text.
 
     Example:
-        >>> control_marks("<tool_call><tool_call>{}</tool_call>", ["<|im_end|>"])
+        >>> control_marks(["<|im_end|>"]).findall("<tool_call><tool_call>{}</tool_call>")
         ['<tool_call>', '<tool_call>', '</tool_call>']
     """
-    listed = sorted(_TAGS | set(controls), key=len, reverse=True)
-    return re.findall("|".join(map(re.escape, listed)), text)
+    marks = sorted(_TAGS | set(controls), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, marks)))
 
 
 def may_have_calls(text: str, schemas: Schemas) -> bool:

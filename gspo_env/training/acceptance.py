@@ -57,8 +57,8 @@ class Undo:
             return {**await send(step), UNDONE: 0.0}
         except WeightsDifferError as error:
             rejected = error
-        trained = [metrics[UNDONE] for _, metrics in history if UNDONE in metrics]
-        if len(trained) >= limit and all(trained[-limit:]):
+        undone = [metrics[UNDONE] for _, metrics in history if UNDONE in metrics]
+        if len(undone) >= limit and all(undone[-limit:]):
             raise TrainingError(
                 f"{limit + 1} updates in a row were undone (learner.max_skipped_steps {limit}): "
                 f"{rejected}"

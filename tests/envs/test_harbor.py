@@ -121,6 +121,23 @@ def test_what_an_episode_leaves_behind_writes_no_reward(env):
     assert play(env, forge, again, planted)[1]["episodic_reward"] == 0.0
 
 
+def test_what_an_episode_leaves_in_its_home_is_not_run_by_python_of_the_tests(env, tasks):
+    for task in ("lines", "words"):
+        (tasks / task / "tests/test.sh").write_text("python3 -c 'import sys' && exit 1")
+    forge = "open('/logs/verifier/reward.txt', 'w').write('1')"
+    find = "import site; print(site.getusersitepackages())"
+    plant = f"""d="$(python3 -c '{find}')"; mkdir -p "$d"
+cat >"$d/usercustomize.py" <<'END'
+{forge}
+END
+cp "$d/usercustomize.py" "$d/planted.py"; echo 'import planted' >"$d/planted.pth"
+python3 -c 'import usercustomize'"""
+    texts, info = play(env, plant, 'echo "$HOME"')
+    assert "No module" not in texts[0]
+    assert "/tests" not in texts[1]
+    assert info["episodic_reward"] == 0.0
+
+
 @pytest.mark.containers
 def test_a_container_that_is_killed_is_a_lost_episode(tasks):
     require_image()

@@ -62,11 +62,11 @@ class InstanceEnv(ToolEnv):
                 "%s leaves out %d of %d tasks that pay for no call at all (exclude_free)",
                 *(type(self).__name__.removesuffix("Env"), len(self.free), len(tasks)),
             )
-        kept, apart = (
+        train_tasks, eval_tasks = (
             [t for t in each if not exclude_free or self.name_of(t) not in self.free]
             for each in (train, held_out)
         )
-        self._rows = TaskRows(kept, held_out=apart or 0.1)
+        self._rows = TaskRows(train_tasks, held_out=eval_tasks or 0.1)
         self.num_tasks, self.num_eval_tasks = len(self._rows), self._rows.num_held_out
 
     @abstractmethod

@@ -60,8 +60,8 @@ class Tau2Env(InstanceEnv):
         self._others = {define(each).name: each for each in offered}
         self._equal = _load("inspect_evals.tau2.utils").deep_equal_unordered
         folder = _load("inspect_evals.tau2.utils").TAU2_DATA_DIR / "domains" / domain
-        made = [each(store=self._store()) for each in self._classes]
-        for each in made:
+        tools = [each(store=self._store()) for each in self._classes]
+        for each in tools:
             each.initialize()
         self._offers = [
             Tool(
@@ -72,7 +72,7 @@ class Tau2Env(InstanceEnv):
             )
             for each in map(define, offered)
         ]
-        self._databases = [pickle.dumps(each.db) for each in made]  # copied in a tenth of the time
+        self._databases = [pickle.dumps(each.db) for each in tools]  # copied in a tenth of the time
         rules = sorted(folder.glob("*policy_solo.txt" if self._solo else "policy.txt"))
         rules += sorted(folder.glob("tech_support_workflow_solo.txt"))
         self.system_prompt = "\n\n".join(each.read_text(encoding="utf-8") for each in rules)
@@ -80,7 +80,7 @@ class Tau2Env(InstanceEnv):
         with read(folder / f"tasks.json{'.gz' * self._solo}", "rb") as file:
             tasks = {task["id"]: task for task in json.load(file)}
         split = json.loads((folder / "split_tasks.json").read_text(encoding="utf-8"))
-        self._tried = self._made()
+        self._tried = self._new_tools()
         super().__init__(
             [tasks[name] for name in split["train"]],
             held_out=[tasks[name] for name in split["test"]],
@@ -96,7 +96,7 @@ class Tau2Env(InstanceEnv):
         """Makes the databases of a task."""
         self._task, self._criteria = task, task["evaluation_criteria"]
         self._calls: list[tuple[str, dict[str, Any]]] = []
-        self._said, self._now = "", self._made()
+        self._said, self._now = "", self._new_tools()
         self.tools = tuple(self._offers)
         user = task["user_scenario"]["instructions"]
         self._messages = iter([] if self._solo else [user["task_instructions"]])
@@ -121,7 +121,7 @@ class Tau2Env(InstanceEnv):
             return all(map(self._holds, self._criteria["env_assertions"] or ())) and (
                 "ACTION" not in self._criteria["reward_basis"] or not self._missing()
             )
-        expected = self._made()
+        expected = self._new_tools()
         for name, arguments in next(self.solution()):
             self._try(expected[0], name, arguments)
         return bool(expected[0].db.get_hash() == self._now[0].db.get_hash())
@@ -134,12 +134,12 @@ class Tau2Env(InstanceEnv):
         """Returns what the user must be told."""
         return " ".join(["Done.", *(self._criteria["communicate_info"] or ())])
 
-    def _made(self) -> list[Any]:
+    def _new_tools(self) -> list[Any]:
         """Returns the tools of the agent, and of the user where they are offered, on new data."""
-        made = [each(store=self._store(), initialized=True) for each in self._classes]
-        for each, data in zip(made, self._databases, strict=True):
+        tools = [each(store=self._store(), initialized=True) for each in self._classes]
+        for each, data in zip(tools, self._databases, strict=True):
             each.db = pickle.loads(data)
-        return made
+        return tools
 
     def _side(self, call: dict[str, Any]) -> Any:
         return self._now[call.get("env_type", call.get("requestor")) == "user"]
@@ -153,11 +153,11 @@ class Tau2Env(InstanceEnv):
         for action in self._criteria["actions"]:
             keys = action.get("compare_args")
             for name, arguments in self._calls:
-                given, wanted = arguments, action["arguments"]
+                actual, required = arguments, action["arguments"]
                 if keys is not None:
-                    given, wanted = ({k: a.get(k) for k in keys} for a in (given, wanted))
+                    actual, required = ({k: a.get(k) for k in keys} for a in (actual, required))
                 free = name == "transfer_to_human_agents"
-                if name == action["name"] and (free or self._equal(given, wanted)):
+                if name == action["name"] and (free or self._equal(actual, required)):
                     break
             else:
                 return True
@@ -195,7 +195,7 @@ class Tau2Env(InstanceEnv):
         likely = not criteria["communicate_info"] and not any(
             self._try(self._tried[0], *call) for call in writes
         )
-        return likely and not any(self._try(self._made()[0], *call) for call in writes)
+        return likely and not any(self._try(self._new_tools()[0], *call) for call in writes)
 
 
 def _text(result: Any) -> str:

@@ -223,7 +223,8 @@ class HarborEnv(ToolEnv):
         self._session.kill()
         self._exec(["bash", "-c", _CLEAR], 30.0)
         self._session.put(TESTS, archive_of(task.folder / "tests"))
-        self._exec(["bash", f"{TESTS}/test.sh"], task.test_seconds)
+        # programs read start-up files of their home, such as `.sqliterc`
+        self._exec(["env", f"HOME={TESTS}", "bash", f"{TESTS}/test.sh"], task.test_seconds)
         outcome, self._parts = _read_reward(self._session, task.name)
         if (
             self.partial

@@ -159,8 +159,8 @@ def _untouched(model: nn.Module) -> set[str]:
     for path, layer in model.named_modules():
         info = get_layerwise_info(layer)
         if info.can_load() and info.load_numel_total and info.load_numel <= 0:
-            own = layer.named_parameters(recurse=False)
-            names |= {_plain(f"{path}.{name}") for name, _ in own}
+            weights = layer.named_parameters(recurse=False)
+            names |= {_plain(f"{path}.{name}") for name, _ in weights}
     return names
 
 
