@@ -197,6 +197,8 @@ def test_the_share_of_passed_tests_is_partial_credit(tasks):
         ({"environment/Dockerfile": "FROM x\nCOPY data.txt /etc/"}, "COPY data.txt /etc/"),
         ({"task.toml": "[verifier.env]\nKEY = '${KEY}'"}, "never passed"),
         ({"task.toml": "[environment]\nmemory = 'much'"}, "memory is 'much'"),
+        ({"task.toml": "[agent]\ntimeout_sec = nan"}, "timeout_sec is nan"),
+        ({"task.toml": "[verifier]\ntimeout_sec = -1"}, "timeout_sec is -1.0"),
         ({"task.toml": "["}, "task.toml of 'lines'"),
     ],
 )
@@ -206,6 +208,25 @@ def test_a_task_that_cannot_be_used_is_refused_in_one_sentence(files, message, t
         make_env("gspo/Harbor-v0", folder=tasks, sandbox="jail")
     made = make_env("gspo/Harbor-v0", folder=tasks, sandbox="jail", exclude=["lines"])
     assert made.unwrapped.num_tasks == 1
+
+
+@pytest.mark.parametrize("name", ["task.toml", "instruction.md", "solution/solve.sh"])
+def test_a_task_that_links_to_a_file_of_this_machine_is_refused(name, tasks, tmp_path_factory):
+    secret = tmp_path_factory.mktemp("home") / "secret"
+    secret.write_text("[agent]")
+    (tasks / "words" / name).unlink()
+    (tasks / "words" / name).symlink_to(secret)
+    with pytest.raises(ConfigError, match=f"{name} of 'words' links to a file outside"):
+        make_env("gspo/Harbor-v0", folder=tasks, sandbox="jail")
+
+
+def test_an_empty_solution_is_an_empty_command(tasks):
+    require_isolation(find_missing_for_commands())
+    (tasks / "lines/solution/solve.sh").write_text("")
+    env = make_env("gspo/Harbor-v0", folder=tasks / "lines", sandbox="jail").unwrapped
+    env.reset(seed=0)
+    assert '"command": ""' in env.expert_action()
+    env.close()
 
 
 @pytest.mark.parametrize(

@@ -202,10 +202,10 @@ class HarborEnv(ToolEnv):
             return _DONE
         if self._session is not None and len(list((self._task.folder / "solution").iterdir())) > 1:
             self._session.put(SOLUTION, archive_of(self._task.folder / "solution"))
-        lines = solution.splitlines()
-        return format_tool_call(
-            "run", {"command": "\n".join(lines[lines[0][:2] == "#!" :]).strip()}
+        _, _, command = (
+            solution.partition("\n") if solution.startswith("#!") else ("", "", solution)
         )
+        return format_tool_call("run", {"command": command.strip()})
 
     def _exec(self, command: Sequence[str], seconds: float) -> SandboxResult:
         assert self._session is not None

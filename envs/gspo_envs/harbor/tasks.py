@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import os
 import re
 import shlex
@@ -74,6 +75,9 @@ def _read_task(folder: Path) -> HarborTask:
     for name in ("instruction.md", "tests/test.sh"):
         if not (folder / name).is_file():
             raise ConfigError(f"Harbor: the task {folder.name!r} has no {name}.")
+    for name in ("task.toml", "instruction.md", "solution/solve.sh", "environment/Dockerfile"):
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"Harbor: {name} of {folder.name!r} links to a file outside of it.")
     if (folder / "instruction.md").stat().st_size > _LONGEST:
         raise ConfigError(f"Harbor: instruction.md of {folder.name!r} is larger than 1 MiB.")
     try:
@@ -88,9 +92,9 @@ def _read_task(folder: Path) -> HarborTask:
         return HarborTask(
             folder=folder,
             instruction=(folder / "instruction.md").read_text(encoding="utf-8"),
-            seconds=float(config.get("agent", {}).get("timeout_sec", 600.0)),
-            test_seconds=float(verifier.get("timeout_sec", 600.0)),
-            build_seconds=float(environment.get("build_timeout_sec", 600.0)),
+            seconds=_seconds(config.get("agent", {}), "timeout_sec"),
+            test_seconds=_seconds(verifier, "timeout_sec"),
+            build_seconds=_seconds(environment, "build_timeout_sec"),
             memory_mib=memory,
             disk_mib=min(memory, _mib(environment, "storage", 10240)),
             cpus=float(environment.get("cpus") or 1),
@@ -98,6 +102,12 @@ def _read_task(folder: Path) -> HarborTask:
         )
     except (ValueError, TypeError, AttributeError) as error:  # TOML errors are ValueErrors
         raise ConfigError(f"Harbor: task.toml of {folder.name!r}: {error}") from error
+
+
+def _seconds(table: Mapping[str, Any], name: str) -> float:
+    if not 0 < (seconds := float(table.get(name, 600.0))) < math.inf:
+        raise ValueError(f"{name} is {seconds}, expected a finite number above 0")
+    return seconds
 
 
 def _mib(environment: Mapping[str, Any], name: str, default: int) -> int:
