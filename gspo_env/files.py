@@ -36,12 +36,14 @@ import psutil
 
 from gspo_env.errors import OutputError
 
-MODEL = "model"
-"""The folder of a model in that of a run or a checkpoint."""
+MODEL, BATCHES = "model", "batches"
+"""The folders of a model in that of a run or a checkpoint, and of the batches that a run keeps."""
 SETTINGS = "gspo_env.json"
 """The file in a model's folder with the settings of its training, and the step."""
 CHECKPOINT = re.compile(r"step-(\d{1,15})")
 """The name of a checkpoint's folder."""
+WHATIF = "whatif.json"
+"""The file of a batch with what other settings would do with it."""
 METRICS, FAILURE = "metrics.jsonl", "failure.txt"
 """The files of a run with its metrics, and with the error that ended it, if one did."""
 _AT_START = {

@@ -21,7 +21,7 @@ from gspo_env.config import Config, to_toml
 from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.estimators import Estimator
 from gspo_env.errors import OutputError
-from gspo_env.files import METRICS, step_folders
+from gspo_env.files import BATCHES, METRICS, step_folders
 from gspo_env.learner.learner import Learner
 from gspo_env.model.load import load_model, make_output, match_tokenizer
 from gspo_env.redaction import write_text
@@ -32,14 +32,14 @@ from gspo_env.seeding import set_generator_states
 from gspo_env.tracking.base import flatten
 from gspo_env.tracking.jsonl import JsonlFile
 from gspo_env.training.batches import KeptBatch, digest_of, read_batch
-from gspo_env.training.checkpoints import BATCHES, START, Checkpoints
+from gspo_env.training.checkpoints import START, Checkpoints
 from gspo_env.training.loop import to_train
 from gspo_env.training.resume import changed_config, checkpoint_config, read_checkpoint
 from gspo_env.trust import record
 from gspo_env.types import Episode, Score
 
 if TYPE_CHECKING:
-    from gspo_agents.whatif import Effect
+    from gspo_env.runs.effects import Effect
     from gspo_env.training.resume import Checkpoint
 
 _SECTIONS = (
@@ -224,6 +224,16 @@ class Replay:
         from gspo_agents.whatif import effects
 
         return effects(self, arms)
+
+    def record(self, effects: Mapping[str, Effect]) -> None:
+        """Keeps effects in the folder of the batch, for the page of the run and `Run.effects`.
+
+        Raises:
+            OutputError: They cannot be written.
+        """
+        from gspo_env.runs.effects import write_effects
+
+        write_effects(self.batch.checkpoint.folder, effects)
 
     def difference(self, update: Update) -> float | None:
         """Returns the largest difference of the weights after an update from those of the run.

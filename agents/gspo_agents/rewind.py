@@ -15,7 +15,7 @@ from gspo_agents.environments import Environments
 from gspo_agents.player import EngineLoop
 from gspo_agents.replay import Replay, Update
 from gspo_agents.setup import start_engine
-from gspo_agents.whatif import Advantages, Effect, effect, gradient
+from gspo_agents.whatif import Advantages, effect, gradient
 from gspo_env.batch.sample import to_samples
 from gspo_env.config import Config
 from gspo_env.env.base import StepResult, TextEnvironment
@@ -28,6 +28,7 @@ from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator
 from gspo_env.rollout.policy import EnginePolicy
 from gspo_env.rollout.pool import make_member
 from gspo_env.rollout.scripted import ScriptedEngine
+from gspo_env.runs.effects import Effect
 from gspo_env.training.resume import read_checkpoint
 from gspo_env.types import Episode, FloatArray, Group, StopReason
 

@@ -13,31 +13,8 @@ from gspo_agents.replay import Replay, Update
 from gspo_env.batch.sample import Sample
 from gspo_env.config import Config
 from gspo_env.learner.learner import Learner
+from gspo_env.runs.effects import Effect
 from gspo_env.types import FloatArray
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Effect:
-    """What the settings of one arm do with a batch, beside the run's own settings."""
-
-    norm: float
-    """Norm of the gradient of the whole batch, at the weights before the update."""
-    cosine: float
-    """Cosine of that gradient and the run's; NaN if one of them is 0."""
-    clipped: float
-    """Share of the update's tokens whose gradient the clip blocks."""
-    turned_tokens: float
-    """Share of the tokens, of those that either trains, whose advantage has the opposite sign."""
-    turned_turns: float
-    """The same for turns, by the sums of their advantages."""
-    best: float
-    """Change of the log-probability by the update, the mean over each group's best episodes, nats;
-    NaN if the outcomes of no group differ."""
-    worst: float
-    """The same for each group's worst episodes."""
-    outcome: float
-    """Predicted change of the mean outcome; see `predicted`."""
-
 
 Advantages = dict[tuple[int, int, int], FloatArray]
 """Those of the tokens of each turn, by group, episode and turn."""

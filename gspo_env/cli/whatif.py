@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
+import shlex
 from typing import Annotated, Any
 
 import tyro
@@ -60,17 +59,17 @@ class WhatIf(OfBatch):
         from gspo_env.compare.plan import change, grid, read_axis
         from gspo_env.env.registration import load_agent
         from gspo_env.report.page import Section, markdown_page
+        from gspo_env.runs.effects import OWN, to_json
 
         axes = dict(map(read_axis, self.arm))
         print(f"gspo-env {__version__}: loading PyTorch and transformers", flush=True)
         batch = load_agent("gspo").replay(self.folder, self.step, self.resolved)
         changed = batch.changes(batch.config)
-        arms = {"the run's own": batch.own}
-        if changed:
-            named = (f"{name}={new}" for name, (_, new) in changed.items())
-            arms[", ".join(named)] = batch.config
+        named = [f"{name}={new}" for name, (_, new) in changed.items()]
+        arms = {OWN: batch.own} | ({", ".join(named): batch.config} if changed else {})
         for each in grid(axes) if axes else ():
-            arms[each.name] = batch.allowed(change(batch.config, each.changes))
+            name = ", ".join((*named, *(f"{axis}={v}" for axis, v in each.changes.items())))
+            arms[name] = batch.allowed(change(batch.config, each.changes))
         if len(arms) == 1:
             raise ConfigError("no setting differs from the run's; expected --arm NAME=VALUE,VALUE")
         effects = batch.effects(arms)
@@ -85,7 +84,11 @@ class WhatIf(OfBatch):
         )
         print_markdown(markdown_page(title, [Section(table=table), Section(text=text)]))
         if self.json:
-            numbers = {name: dataclasses.asdict(effect) for name, effect in effects.items()}
-            finite = json.dumps(numbers, indent=1).replace("NaN", "null")
-            write_text(Path(self.json), finite)
+            write_text(Path(self.json), to_json(effects))
             print(visible(f"Written to {self.json}"))
+        batch.record(effects)
+        print(
+            visible(
+                f"Show it beside the run's other steps: gspo-env view {shlex.quote(self.folder)}"
+            )
+        )

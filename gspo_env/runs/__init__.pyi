@@ -1,3 +1,4 @@
+from .effects import Effect as Effect
 from .page import write_page as write_page
 from .plots import learning_curve as learning_curve
 from .run import Run as Run

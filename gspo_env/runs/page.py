@@ -26,7 +26,7 @@ import numpy as np
 
 from gspo_env.episodes.schema import EpisodeFile, episode_files, first_rows, read_table, read_tokens
 from gspo_env.episodes.writer import surplus
-from gspo_env.files import step_folders, write_file
+from gspo_env.files import BATCHES, step_folders, write_file
 from gspo_env.runs.run import Run, read_text
 from gspo_env.tracking.base import SUMMARY
 
@@ -179,7 +179,11 @@ def make_index(run: Run, parts: Sequence[Part]) -> bytes:
         "blocks": blocks,
         "episodes": columns,
         "tokens": read_tokens(run.folder),
-        "batches": [int(folder.name[5:]) for folder in step_folders(run.folder / "batches")],
+        "batches": [int(folder.name[5:]) for folder in step_folders(run.folder / BATCHES)],
+        "effects": {
+            step: {name: effect.known() for name, effect in arms.items()}
+            for step, arms in run.effects().items()
+        },
         "left_out": len(episode_files(run.folder)) - len(parts),
     }
     return json.dumps(tree, separators=(",", ":")).encode()

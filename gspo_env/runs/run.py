@@ -17,18 +17,31 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from gspo_env.config import Config, to_dict
 from gspo_env.episodes.schema import PHASES, read_episodes
 from gspo_env.errors import OutputError
-from gspo_env.files import FAILURE, METRICS, MODEL, check_folder, parse_toml, read_file, saved_step
+from gspo_env.files import (
+    BATCHES,
+    FAILURE,
+    METRICS,
+    MODEL,
+    WHATIF,
+    check_folder,
+    parse_toml,
+    read_file,
+    saved_step,
+)
 from gspo_env.redaction import redact_text
 from gspo_env.runs.evaluations import EvalSnapshot, return_fall, success_fall, wilson_interval
 from gspo_env.tracking.base import flatten
 from gspo_env.types import Episode, FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from gspo_env.runs.effects import Effect
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +196,14 @@ class Run:
         from gspo_env.episodes.restore import to_episode
 
         return [*map(to_episode, read_episodes(self.folder, phases=phases, steps=steps))]
+
+    def effects(self) -> dict[int, dict[str, Effect]]:
+        """Returns what `gspo-env whatif` recorded about the kept batches, by step and arm."""
+        if not any(self.folder.glob(f"{BATCHES}/*/{WHATIF}")):
+            return {}
+        from gspo_env.runs.effects import read_effects
+
+        return read_effects(self.folder)
 
     def number(self, name: str) -> float | None:
         """Returns a setting that is a finite number, else None."""

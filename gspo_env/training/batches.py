@@ -27,12 +27,12 @@ from gspo_env.episodes.restore import to_groups
 from gspo_env.episodes.schema import Episodes, read_table
 from gspo_env.episodes.writer import to_table
 from gspo_env.errors import OutputError
-from gspo_env.files import check_folder, read_file, step_folders
+from gspo_env.files import BATCHES, check_folder, read_file, step_folders
 from gspo_env.learner.settings import Trainer
 from gspo_env.redaction import redact_text
 from gspo_env.saved import SavedSettings, parse
 from gspo_env.tools.tool import Tool
-from gspo_env.training.checkpoints import BATCHES, CheckpointWriter, LearnerState
+from gspo_env.training.checkpoints import CheckpointWriter, LearnerState
 from gspo_env.training.resume import MAX_STATE, Checkpoint, read_checkpoint
 from gspo_env.types import Episode, Group, StepInfo, Turn
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Self
 from gspo_env.config import CheckpointConfig, Config, to_toml
 from gspo_env.errors import OutputError
 from gspo_env.files import (
+    BATCHES,
     FAILURE,
     MODEL,
     lock,
@@ -48,8 +49,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-START, BATCHES = "start", "batches"
-"""The folders of the model before training, and of the batches that a run keeps."""
+START = "start"
+"""The folder of the model before training."""
 FORMAT = 2
 """Number of the contents that a checkpoint has; another one is of another version."""
 _SHARE = 0.02

@@ -1,11 +1,15 @@
 """The page of `gspo-env view` in a real Chromium."""
 
+import math
+from dataclasses import replace
+
 import pytest
 from support.turns import episode, turn
 
 from gspo_env.episodes import read_episodes
 from gspo_env.episodes.writer import to_table
-from gspo_env.runs import Run, write_page
+from gspo_env.runs import Effect, Run, write_page
+from gspo_env.runs.effects import OWN, write_effects
 from gspo_env.types import Group, Message, Prompt, StepInfo, Task
 
 pytestmark = pytest.mark.browser
@@ -122,6 +126,51 @@ def test_tokens_show_the_weights_that_sampled_them(page, tmp_path):
     sampled.nth(0).hover()
     assert "weights\nof step 4" in page.locator(".tip").inner_text()
     assert page.locator("label:has-text('weights')").count() == 0
+
+
+def test_other_settings_on_two_kept_batches_are_a_table_for_each_and_nothing_without(
+    page, tmp_path
+):
+    run = tmp_path / "kept"
+    for step in (1, 2, 3):
+        keep(run, step, episode(turn()), episode(turn()))
+    opened = Run.open(run)
+    start(page, f"{write_page(opened, tmp_path / 'none.html').as_uri()}#summary")
+    assert "whatif" not in page.locator(".summary").inner_text()
+    for step in (2, 3):
+        (run / f"batches/step-{step:06d}").mkdir(parents=True)
+    start(page, f"{write_page(opened, tmp_path / 'kept.html').as_uri()}#summary")
+    assert "gspo-env whatif kept --step 3" in page.locator(".summary").inner_text()
+    assert page.locator(".whatif").count() == 0
+    own = Effect(
+        norm=0.5,
+        cosine=1.0,
+        clipped=0.125,
+        turned_tokens=0.0,
+        turned_turns=0.0,
+        best=0.25,
+        worst=-0.5,
+        outcome=0.0,
+    )
+    other = replace(own, cosine=-0.25, turned_tokens=0.75, best=math.nan, outcome=-0.01)
+    for step in (2, 3):
+        arms = {OWN: own, f"loss=cispo, {HOSTILE}": other}
+        write_effects(run / f"batches/step-{step:06d}", arms)
+    start(page, f"{write_page(opened, tmp_path / 'both.html').as_uri()}#summary")
+    tables = page.locator(".whatif table")
+    assert tables.locator("caption").all_inner_texts() == ["Update of step 2", "Update of step 3"]
+    rows = tables.nth(1).locator("tbody tr")
+    assert rows.nth(0).locator("td").all_inner_texts() == [
+        *("1.000", "0.5", "12.5%", "0.0%", "0.0%", "+0.25", "-0.5", "0")
+    ]
+    assert rows.nth(1).locator("td").all_inner_texts() == [
+        *("-0.250", "0.5", "12.5%", "75.0%", "0.0%", "", "-0.5", "-0.01")
+    ]
+    assert rows.nth(1).locator("th").inner_text() == f"loss=cispo, {HOSTILE}"
+    assert "One batch is one sample" in page.locator(".whatif").inner_text()
+    page.set_viewport_size({"width": 380, "height": 800})
+    body = page.locator("body")
+    assert body.evaluate("body => body.scrollWidth <= innerWidth")  # the tables scroll alone
 
 
 def test_hostile_text_is_shown_as_text(page, tmp_path):

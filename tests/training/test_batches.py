@@ -15,6 +15,7 @@ from gspo_env.cli.main import main
 from gspo_env.config import override
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.rollout import pool
+from gspo_env.runs import Run
 
 MASKED = """
 from talk import Talk
@@ -158,10 +159,18 @@ def test_the_gradient_of_the_runs_own_settings_is_that_of_its_update(plain, monk
     whole = batch.update(override(batch.own, {"learner": {"minibatches": 1}}))
     assert effect.norm == pytest.approx(whole.metrics["train/grad_norm"], rel=1e-5)
     main(["whatif", "--arm", "loss=grpo,cispo", str(plain), "--json", "numbers.json"])
-    assert "| cispo |" in capsys.readouterr().out
+    assert "| loss=cispo |" in capsys.readouterr().out
     numbers = json.loads(Path("numbers.json").read_text())
-    assert list(numbers) == ["the run's own", "grpo", "cispo"]
+    assert list(numbers) == ["the run's own", "loss=grpo", "loss=cispo"]
     assert numbers["the run's own"]["norm"] == effect.norm
+    main(["whatif", str(plain), "--step", "2", "--arm", "minibatches=2"])
+    recorded = Run.open(plain).effects()
+    assert {step: list(arms) for step, arms in recorded.items()} == {
+        2: ["the run's own", "minibatches=2"],
+        3: list(numbers),
+    }
+    assert recorded[3]["the run's own"] == effect
+    assert Replay(plain).difference(Replay(plain).update()) == 0.0  # it is still a whole batch
 
 
 def test_other_settings_give_another_update_that_resumes_with_them(plain, tmp_path, capsys):

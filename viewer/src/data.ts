@@ -56,6 +56,8 @@ export interface Episode {
 
 type Column = "phase" | "step" | "env" | "seed" | "options" | "task_key" | "num_turns" | "num_sequences" | "total_reward" | "outcome" | "success" | "stop_reason" | "trained" | "redacted" | "group" | "member" | "tokens" | "block";
 
+export type Effect = Record<"norm" | "cosine" | "clipped" | "turned_tokens" | "turned_turns" | "best" | "worst" | "outcome", number | null>;
+
 export interface Index {
   run: { name: string; config: string; warnings: string; failure: string; summary: string };
   points: Record<string, [number[], number[]]>;
@@ -65,6 +67,7 @@ export interface Index {
   tokens: Record<string, string>;
   left_out: number;
   batches: number[];
+  effects: Record<string, Record<string, Effect>>;
 }
 
 async function inflate(id: string): Promise<any> {

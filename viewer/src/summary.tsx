@@ -1,5 +1,6 @@
 import { Charts } from "./charts";
 import { percent, seconds, setting, short, type Index } from "./data";
+import { WhatIf } from "./whatif";
 
 const phases: [string, string][] = [["time/rollout", "rollouts"], ["time/update", "updates"], ["time/eval", "evaluations"]];
 
@@ -83,6 +84,7 @@ export function Summary({ index, theme }: { index: Index; theme: string }) {
       {index.run.warnings && <Text title="Warnings" text={index.run.warnings} open kind="warning" />}
       {index.run.failure && <Text title="The first failure of an environment" text={index.run.failure} kind="warning" />}
       <Charts index={index} theme={theme} />
+      <WhatIf index={index} />
       <Text title="All settings" text={index.run.config} />
     </main>
   );
