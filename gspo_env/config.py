@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import json
 import tomllib
@@ -321,44 +320,9 @@ def resolve(config: Config, name: str) -> str:
         return matches[0]
     if matches:
         raise ConfigError(f"{name!r} could be {' or '.join(matches)}; expected one of them")
-    raise ConfigError(f"there is no setting {name!r}{_hint(config, name, paths)}")
+    from gspo_env.renamed import hint_for_flag
 
-
-def _hint(config: Config, name: str, paths: list[str]) -> str:
-    """Returns a hint: the choice that has the setting, or the fields with similar names."""
-    from gspo_env.renamed import instead_of
-
-    section, _, last = name.rpartition(".")
-    if instead := instead_of(name, last):
-        return f": {instead}"
-    for kind in BUILTIN:
-        if section in ("", kind) and (hint := _owners(kind, getattr(config, kind), last)):
-            return hint
-    lasts = {path.rpartition(".")[2]: path for path in paths}
-    near = " or ".join(lasts[n] for n in difflib.get_close_matches(last, lasts, n=3))
-    return f"; perhaps you mean {near}" if near else "; `gspo-env train --help all` lists all"
-
-
-def _elsewhere(name: str) -> str:
-    """Returns which settings in other tables have a name."""
-    paths = [p for p in flatten(Config(), mappings=False) if p.rpartition(".")[2] == name]
-    return f"; did you mean {' or '.join(paths)}?" if paths else ""
-
-
-def _owners(kind: str, choice: Any, setting: str) -> str:
-    """Returns which choices of a kind have a setting, and what the present one takes."""
-    owners = [n for n in BUILTIN[kind] if any(f.name == setting for f in _settings(kind, n))]
-    takes = ", ".join(f.name for f in dataclasses.fields(choice)) or "nothing"
-    other = f"{kind} is {name_of(kind, choice)!r}, which takes {takes}"
-    hint = f"; to select one, add --{kind} {owners[0]}" if len(owners) > 1 else ""
-    return f": it is a setting of {', '.join(owners)}, and {other}{hint}" if owners else ""
-
-
-def _settings(kind: str, name: str) -> tuple[dataclasses.Field[Any], ...]:
-    try:
-        return dataclasses.fields(find(kind, name))
-    except ConfigError:  # its library is missing
-        return ()
+    raise ConfigError(f"there is no setting {name!r}{hint_for_flag(config, name, paths)}")
 
 
 def _replace(default: T, tree: Mapping[str, Any], where: str) -> T:
@@ -378,14 +342,9 @@ def _replace(default: T, tree: Mapping[str, Any], where: str) -> T:
 def _read_field(default: Any, name: str, value: Any, where: str) -> Any:
     names = [f.name for f in dataclasses.fields(default)]
     if name not in names:
-        from gspo_env.renamed import instead_of
+        from gspo_env.renamed import unknown_field
 
-        if instead := instead_of(where + name, name):
-            raise ConfigError(f"there is no setting {where}{name}: {instead}")
-        near = ", ".join(difflib.get_close_matches(name, names, n=3) or sorted(names))
-        hint = _owners(where[:-1], default, name) if where[:-1] in BUILTIN else ""
-        hint = hint or _elsewhere(name) or f"; expected one of: {near or 'nothing'}"
-        raise ConfigError(f"unknown field {where}{name!r}{hint}")
+        raise ConfigError(unknown_field(default, name, where, flatten(Config(), mappings=False)))
     old = getattr(default, name)
     if not where and name in BUILTIN:
         return _choose(name, old, value)

@@ -114,7 +114,7 @@ def find(kind: str, name: str) -> type[Any]:
     """
     place = BUILTIN[kind].get(name) or (name if ":" in name else _plugins(kind).get(name))
     if kind == "tracker" and "," in name:
-        cls: Any = load_function("gspo_env.tracking.multi:combine", kind)(name)
+        cls: Any = load_function("gspo_env.tracking.combine:combine", kind)(name)
     elif place:
         cls = load_function(place, kind)
     else:
@@ -143,7 +143,7 @@ def find(kind: str, name: str) -> type[Any]:
 def name_of(kind: str, choice: object) -> str:
     """Returns the name under which `find` finds the class of a choice."""
     cls = type(choice)
-    if several := getattr(cls, "tracker_names", None):  # of `gspo_env.tracking.multi.combine`
+    if several := getattr(cls, "tracker_names", None):  # of `gspo_env.tracking.combine`
         return ",".join(several)
     for name, place in BUILTIN[kind].items():
         if place == f"{cls.__module__}:{cls.__qualname__}":

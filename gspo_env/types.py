@@ -5,7 +5,7 @@ Axis letters: P tasks, G episodes of a group, K turns, T tokens, N model tokens,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -585,39 +585,3 @@ class Group:
     """Tasks drawn before this one that are held out; None if no tasks are held out by key."""
     seconds: float = 0.0
     """Seconds that its episodes were in flight, added up."""
-
-
-def bare_episode(
-    task: Task,
-    lengths: Sequence[int],
-    rewards: Sequence[float],
-    state_keys: Sequence[str | None] = (),
-    texts: Sequence[str] = (),
-) -> Episode:
-    """Returns an episode with only the fields of its K turns that advantage estimators read.
-
-    Args:
-        task: Its task.
-        lengths: (K,) sampled tokens of each turn.
-        rewards: (K,) reward of each turn; their sum is the outcome.
-        state_keys: (K,) equal for equal states; none by default.
-        texts: (K,) the actions; all equal by default.
-    """
-    keys = state_keys or [None] * len(lengths)
-    actions = texts or [""] * len(lengths)
-    turns = tuple(
-        Turn(
-            action_ids=(0,) * length,
-            logprobs=(0.0,) * length,
-            text=text,
-            observation="",
-            reward=reward,
-            state_key=key,
-        )
-        for length, reward, key, text in zip(lengths, rewards, keys, actions, strict=True)
-    )
-    return Episode(
-        task=task,
-        turns=turns,
-        ending=Ending(reason=StopReason.TERMINATED),
-    )

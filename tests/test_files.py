@@ -24,7 +24,7 @@ from gspo_env.config import CheckpointConfig, Config, to_toml
 from gspo_env.episodes.schema import episode_files, read_episodes, read_tokens, schema
 from gspo_env.errors import OutputError
 from gspo_env.files import check_folder, parse_toml, read_file, remove, write_file
-from gspo_env.model.load import make_output
+from gspo_env.model.save import make_output
 from gspo_env.redaction import write_text
 from gspo_env.runs import Run, write_page
 from gspo_env.training.checkpoints import Checkpoints

@@ -19,7 +19,7 @@ from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main, parse
 from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.errors import ConfigError
-from gspo_env.model.load import save_model
+from gspo_env.model.save import save_model
 from gspo_env.rollout.compaction import Summary
 from gspo_env.saved import parse as parse_settings
 from gspo_env.saved import read_saved

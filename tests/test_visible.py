@@ -17,7 +17,8 @@ from gspo_env.env.registration import hide_progress_bars
 from gspo_env.episodes.text import render_episode
 from gspo_env.episodes.writer import to_record
 from gspo_env.errors import ConfigError, figure
-from gspo_env.model.load import load_model, save_model
+from gspo_env.model.load import load_model
+from gspo_env.model.save import save_model
 from gspo_env.redaction import visible
 from gspo_env.runs import Run, learning_curve
 from gspo_env.tracking.console import Progress

@@ -13,8 +13,8 @@ from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.config import from_dict
 from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_completion
 from gspo_env.errors import EngineError
-from gspo_env.model.head import usable_ids
-from gspo_env.model.load import load_model, match_tokenizer
+from gspo_env.model.head import match_tokenizer, usable_ids
+from gspo_env.model.load import load_model
 from gspo_env.model.threads import use_threads
 from gspo_env.model.weights import find_weights
 from gspo_env.runtime.loops import run

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from gspo_agents.engine_loop import EngineLoop
 from gspo_agents.environments import Environments
-from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
 from gspo_agents.setup import (
     Start,
@@ -43,14 +43,8 @@ from gspo_env.health.startup import (
     check_settings,
     check_start,
 )
-from gspo_env.model.head import usable_ids
-from gspo_env.model.load import (
-    has_adapter,
-    load_model,
-    make_output,
-    match_tokenizer,
-    save_model,
-)
+from gspo_env.model.head import is_adapted, match_tokenizer, usable_ids
+from gspo_env.model.save import make_output, save_model
 from gspo_env.model.threads import is_small, use_threads
 from gspo_env.redaction import write_text
 from gspo_env.registry import refuse_training_script
@@ -74,6 +68,7 @@ from gspo_env.trust import needs_flags, record
 from gspo_env.types import Group, Prompt, Role, Task
 
 if TYPE_CHECKING:
+    from gspo_agents.player import Player
     from gspo_agents.replay import Replay
     from gspo_agents.rewind import Rewind
     from gspo_env.distributed.ranks import Ranks
@@ -128,6 +123,8 @@ class GSPOAgent:
             if not isinstance(model, str):
                 self.model, self.tokenizer = model, tokenizer
             elif model or self.config.model:
+                from gspo_env.model.load import load_model
+
                 self.model, self.tokenizer = load_model(model or self.config.model, dtype)
                 dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
             else:
@@ -138,7 +135,7 @@ class GSPOAgent:
                 self.model, self.tokenizer = self._start.model, self._start.tokenizer
                 self._undemonstrated = self._start.undemonstrated
             rank = self.config.learner.lora_rank
-            if rank and hasattr(self.model, "disable_adapter"):
+            if rank and is_adapted(self.model):
                 raise ConfigError(f"lora_rank is {rank} and the model has an adapter; expected 0")
             if dtype != "auto":
                 self.model.to(getattr(torch, dtype))
@@ -308,7 +305,7 @@ class GSPOAgent:
 
     def _add_adapter(self) -> None:
         settings = self.config.learner
-        if not settings.lora_rank or hasattr(self.model, "disable_adapter"):
+        if not settings.lora_rank or is_adapted(self.model):
             return
         self.close()  # an engine that `play` started holds the model without the adapter
         alpha, targets = settings.lora_alpha, settings.lora_targets
@@ -477,6 +474,8 @@ class GSPOAgent:
             EngineError: The conversation is longer than `rollout.max_context`.
         """
         if prompt is not None:
+            from gspo_agents.player import Player
+
             self._conversation.player = Player(
                 self.chat, prompt, self._generate, self.config.rollout
             )
@@ -505,7 +504,7 @@ class GSPOAgent:
 
     def _write_run(self, folder: Path, step: int) -> None:
         self._write(folder / MODEL, step)
-        if hasattr(self.model, "disable_adapter"):
+        if is_adapted(self.model):
             from gspo_env.model.adapters import save_adapter
 
             save_adapter(self.model, folder / "adapter")
@@ -555,7 +554,7 @@ class GSPOAgent:
     def save_start(self, path: Path, progress: Progress) -> None:
         """Imitates, and writes what the training starts from, for `from_start`."""
         self.warm_up(progress)
-        if hasattr(self.model, "disable_adapter"):
+        if is_adapted(self.model):
             from gspo_env.model.adapters import save_adapter
 
             save_adapter(self.model, path)
@@ -565,6 +564,8 @@ class GSPOAgent:
     @classmethod
     def from_start(cls, path: Path, config: Config) -> GSPOAgent:
         """Returns an agent that trains the model, or the adapter, that `save_start` wrote."""
+        from gspo_env.model.load import has_adapter, load_model
+
         is_adapter = has_adapter(path)
         name, dtype = (config.model, config.model_dtype) if is_adapter else (str(path), "auto")
         model, tokenizer = load_model(name, dtype)

@@ -20,7 +20,7 @@ import psutil
 import torch
 from torch import nn
 
-from gspo_agents.player import EngineLoop
+from gspo_agents.engine_loop import EngineLoop
 from gspo_agents.setup import open_collector, start_engine
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config, learner_arguments, override

@@ -23,7 +23,9 @@ from gspo_env.credit.estimators import Estimator
 from gspo_env.errors import OutputError
 from gspo_env.files import BATCHES, METRICS, step_folders
 from gspo_env.learner.learner import Learner
-from gspo_env.model.load import load_model, make_output, match_tokenizer
+from gspo_env.model.head import match_tokenizer
+from gspo_env.model.load import load_model
+from gspo_env.model.save import make_output
 from gspo_env.redaction import write_text
 from gspo_env.registry import BUILTIN, name_of
 from gspo_env.rollout.settings import RolloutConfig

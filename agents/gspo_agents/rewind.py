@@ -11,8 +11,8 @@ from typing import Any, Literal
 import gymnasium
 import numpy as np
 
+from gspo_agents.engine_loop import EngineLoop
 from gspo_agents.environments import Environments
-from gspo_agents.player import EngineLoop
 from gspo_agents.replay import Replay, Update
 from gspo_agents.setup import start_engine
 from gspo_agents.whatif import Advantages, effect, gradient

@@ -18,6 +18,7 @@ from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.settings import Trainer, make_optimizer
 from gspo_env.model.check import RunMode, check_model
+from gspo_env.model.head import is_adapted
 from gspo_env.recipes.build import Imitation, imitation_samples
 from gspo_env.registry import BUILTIN, load_function, name_of
 from gspo_env.rollout.collector import Collector
@@ -143,7 +144,7 @@ def check_learning(model: Any, config: Config, chat: ChatTokenizer) -> None:
     if config.supply.max_staleness and name_of("engine", config.engine) not in BUILTIN["engine"]:
         start_engine(model, config, ahead=True).close()
     settings = config.learner
-    if settings.lora_rank and not hasattr(model, "disable_adapter"):
+    if settings.lora_rank and not is_adapted(model):
         from gspo_env.model.adapters import adapted_layers
 
         adapted_layers(model, settings.lora_targets)

@@ -11,7 +11,17 @@ from gspo_env.batch.sample import Sample
 from gspo_env.credit.estimate import estimate
 from gspo_env.credit.estimators import Outcome
 from gspo_env.errors import BatchError
-from gspo_env.types import BoolArray, Episode, FloatArray, Group, IntArray, Task, bare_episode
+from gspo_env.types import (
+    BoolArray,
+    Ending,
+    Episode,
+    FloatArray,
+    Group,
+    IntArray,
+    StopReason,
+    Task,
+    Turn,
+)
 
 
 def from_padded(
@@ -180,6 +190,42 @@ def _episode(place: IntArray, turns: IntArray, rewards: FloatArray) -> Episode:
         emitted = rewards[:count].tolist()
     _check_finite(f"rewards of {_rows(place)}", np.array(emitted))
     return bare_episode(Task(env_id="batch", seed=int(place[0])), sizes, emitted)
+
+
+def bare_episode(
+    task: Task,
+    lengths: Sequence[int],
+    rewards: Sequence[float],
+    state_keys: Sequence[str | None] = (),
+    texts: Sequence[str] = (),
+) -> Episode:
+    """Returns an episode with only the fields of its K turns that advantage estimators read.
+
+    Args:
+        task: Its task.
+        lengths: (K,) sampled tokens of each turn.
+        rewards: (K,) reward of each turn; their sum is the outcome.
+        state_keys: (K,) equal for equal states; none by default.
+        texts: (K,) the actions; all equal by default.
+    """
+    keys = state_keys or [None] * len(lengths)
+    actions = texts or [""] * len(lengths)
+    turns = tuple(
+        Turn(
+            action_ids=(0,) * length,
+            logprobs=(0.0,) * length,
+            text=text,
+            observation="",
+            reward=reward,
+            state_key=key,
+        )
+        for length, reward, key, text in zip(lengths, rewards, keys, actions, strict=True)
+    )
+    return Episode(
+        task=task,
+        turns=turns,
+        ending=Ending(reason=StopReason.TERMINATED),
+    )
 
 
 def _rows(place: IntArray) -> str:

@@ -41,7 +41,7 @@ class ChatTokenizer:
         history: The prompt of a later turn: what the template renders for the conversation
             ("template"); or always the earlier turns as they were sampled ("keep"), where a
             template that changes them can be an error ("refuse").
-        end_ids: Ids that end an action for the model; see `gspo_env.model.load.match_tokenizer`.
+        end_ids: Ids that end an action for the model; see `gspo_env.model.head.match_tokenizer`.
 
     Raises:
         ChatTemplateError: The tokenizer has no chat template, or its template cannot be

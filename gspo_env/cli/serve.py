@@ -162,8 +162,8 @@ def policy_of(model: str, config: Config, seed: int = 0) -> Iterator[ChatPolicy]
     import torch
 
     from gspo_env.chat import ChatTokenizer
-    from gspo_env.model.head import usable_ids
-    from gspo_env.model.load import load_model, match_tokenizer
+    from gspo_env.model.head import match_tokenizer, usable_ids
+    from gspo_env.model.load import load_model
     from gspo_env.model.threads import use_threads
     from gspo_env.serving import ChatPolicy
 

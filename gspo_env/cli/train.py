@@ -46,7 +46,7 @@ class Train(Run):
 
     def _train(self, ranks: Any = None) -> None:
         from gspo_env.env.registration import load_agent, resolve_env
-        from gspo_env.health.startup import asks_environments, check_comparison, check_config
+        from gspo_env.health.startup import asks_environments, check_config
 
         config = self.resolved
         if not self.resume:
@@ -57,6 +57,8 @@ class Train(Run):
         if ranks is None:  # which may have begun the run before they were restarted
             check_config(replace(config, output="") if self.resume else config)
             if not self.resume and asks_environments(config):
+                from gspo_env.health.episodes import check_comparison
+
                 check_comparison([config])
         print(f"gspo-env {__version__}: loading PyTorch and transformers", flush=True)
         kind = load_agent("gspo")

@@ -30,7 +30,8 @@ from gspo_env.config import Config, to_dict, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, GspoEnvError, OutputError
 from gspo_env.files import FAILURE, METRICS, MODEL, check_folder, lock, read_file, remove_parts
-from gspo_env.health.startup import check_comparison, check_config
+from gspo_env.health.episodes import check_comparison
+from gspo_env.health.startup import check_config
 from gspo_env.redaction import redact, redact_text, visible, write_text
 from gspo_env.runs.run import Run, read_text
 from gspo_env.runtime.processes import usable_cores

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.config import Config, check_estimator
 from gspo_env.credit.estimators import Estimator, GroupEstimator
-from gspo_env.credit.scores import ScoreChoice
 from gspo_env.env.base import TextEnvironment, attribute, num_eval_tasks
-from gspo_env.env.registration import label
 from gspo_env.errors import ConfigError, figure
 from gspo_env.files import check_output
 from gspo_env.health.findings import Finding, refuse
 from gspo_env.health.rules import IMITATE, find_in_first_steps
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import RolloutPlugin
-from gspo_env.rollout.failures import close_quietly
-from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, look, play_now
-from gspo_env.rollout.pool import make_member
+from gspo_env.rollout.play import look, play_now
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.runs.evaluations import EvalSnapshot, describe_fall
 from gspo_env.runs.run import History
-from gspo_env.runtime.threads import EnvThread
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.tracking.multi import check_trackers
 from gspo_env.trust import changed_files
-from gspo_env.types import Episode, Group, Task
+from gspo_env.types import Group, Task
 
-_EPISODES = 4
-"""Episodes that are played to see whether an environment gives token advantages."""
 FIRST_STEPS = 3
 """Steps after which a run is judged for the first time."""
 _PROMPTS = 32
@@ -73,30 +65,11 @@ def check_player(config: Config, *, ranks: bool = False) -> None:
         MissingExtraError: The engine or the workers need a package that is not installed.
     """
     check_estimator(config)
-    limits, engine = config.rollout, name_of("engine", config.engine)
-    if ranks and config.learner.entropy_share < 1:
-        raise ConfigError(
-            f"learner.entropy_share is {config.learner.entropy_share!r} and several ranks train, "
-            "which do not compare their tokens; expected 1, or one process"
-        )
-    if ranks and engine == "vllm":
-        raise ConfigError(
-            f"the engine is {engine!r} and several ranks train: vLLM in the process of a rank "
-            "takes the others for its own; expected --engine vllm-server or transformers"
-        )
-    addresses = getattr(config.engine, "addresses", None)
-    if limits.ray_workers and addresses is None:
-        raise ConfigError(
-            f"workers is {limits.workers!r} and the engine is {engine!r}; expected --engine "
-            "vllm-server, on whose servers the workers sample"
-        )
-    if limits.ray_workers and limits.ray_address and not addresses:
-        raise ConfigError(
-            f"ray_address is {limits.ray_address!r} and the engine has no addresses; expected "
-            "--addresses of servers that all machines reach: those that a run starts listen on "
-            "this machine only"
-        )
-    limits.require()
+    if ranks or config.rollout.ray_workers:
+        from gspo_env.health.several import check_several
+
+        check_several(config, ranks=ranks)
+    config.rollout.require()
     getattr(config.engine, "require", lambda: None)()
 
 
@@ -197,7 +170,6 @@ def check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> list[
 
 
 def _check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Iterator[Finding]:
-    estimator = name_of("advantage", config.advantage)
     for env_id, env in envs.items():
         if config.eval_tasks == "all":
             num_eval_tasks(env_id, env)
@@ -213,30 +185,16 @@ def _check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Iter
             yield Finding(
                 name="rewards_by_agent",
                 text=f"The agents of {env_id} have rewards of their own, but the estimator "
-                f"{estimator!r} credits all turns with those of the first: the policy would learn "
-                "to lose as the others.",
+                f"{name_of('advantage', config.advantage)!r} credits all turns with those of the "
+                "first: the policy would learn to lose as the others.",
                 advice="Use --advantage by_agent, or one with credits_agents = True.",
                 hopeless=True,
             )
     size, episodes = config.rollout.group_size, config.rollout.group_size * config.tasks_per_step
-    played = {}
     if _plays_episodes(config):
-        played = {env_id: _play(env_id, env, config) for env_id, env in envs.items()}
-    for env_id, shown in played.items():
-        for episode in shown:
-            config.advantage.check_episode(envs[env_id], episode)
-            config.compaction.check_episode(envs[env_id], episode)
-        if config.credit.score == "sum":
-            ScoreChoice(env_id, "sum").see(shown)
-    compares = isinstance(config.advantage, GroupEstimator)
-    if size == 1 and compares and not all(map(_has_token_advantages, played.values())):
-        yield Finding(
-            name="groups_of_one",
-            text=f"rollout.group_size is 1, and the estimator {estimator!r} "
-            "compares the episodes of a group, so every advantage is 0.",
-            advice="Use at least 2.",
-            hopeless=True,
-        )
+        from gspo_env.health.episodes import check_episodes
+
+        yield from check_episodes(config, envs)
     if config.learner.minibatches > episodes:
         yield Finding(
             name="minibatches",
@@ -244,26 +202,6 @@ def _check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Iter
             f"episodes (tasks_per_step {config.tasks_per_step}, group_size {size}).",
             advice="An update has at most one optimiser step for each episode.",
         )
-
-
-def _play(env_id: str, env: TextEnvironment, config: Config) -> list[Episode]:
-    """Plays a few episodes; returns those that did not fail."""
-
-    def act(now: PolicyInput) -> PolicyOutput:
-        try:
-            text = str(demonstrator()(now))
-        except NotImplementedError:
-            text = "yes"
-        return PolicyOutput(text=text, action_ids=(0,) * max(1, len(text.split())))
-
-    tasks = [Task(env_id=env_id, seed=seed) for seed in range(_EPISODES)]
-    played = [play_now(env, task, act, max_turns=config.rollout.max_turns) for task in tasks]
-    return [episode for episode in played if not episode.failed]
-
-
-def _has_token_advantages(episodes: Sequence[Episode]) -> bool:
-    turns = [turn for episode in episodes for turn in episode.turns]
-    return any(turn.info.token_advantages is not None for turn in turns)
 
 
 def _no_demonstrations(env_id: str) -> Finding:
@@ -366,24 +304,3 @@ def find_collapse(evaluations: Sequence[EvalSnapshot]) -> Finding | None:
         text=f"{text}: the policy may have collapsed.",
         advice="Lower the learning rate, use fewer minibatches or add --loss.kl-coef 0.01.",
     )
-
-
-def check_comparison(configs: Sequence[Config]) -> None:
-    """Checks the settings of runs in the same environments, which are made for it.
-
-    Raises:
-        ConfigError: Settings do not go with an environment.
-        TrainingError: Nothing can be learned, or a run is strict and there is a finding.
-    """
-    envs: dict[str, TextEnvironment] = {}
-    limits, thread = configs[0].rollout, EnvThread()
-    guard = partial(thread.guard, label(configs[0].env), limits.episode_timeout)
-    try:
-        for member in configs[0].environments:
-            envs[member.env_id] = guard(make_member, member, limits)
-        for config in configs:
-            guard(check_settings, config, envs)
-    finally:
-        for env in envs.values():
-            guard(close_quietly, env)
-        thread.stop()

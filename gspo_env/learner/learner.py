@@ -32,13 +32,12 @@ from gspo_env.learner.minibatch import (
     rows_with_split_episodes,
     split,
     with_model_tokens,
-    with_tokens_of_other_rows,
 )
 from gspo_env.learner.parallel import AT_ONCE, ParallelRows
 from gspo_env.learner.settings import LearnerConfig, make_optimizer, rate_factor, undecayed
 from gspo_env.learner.stats import PassStats, TokenValues, UpdateStats, to_cpu
 from gspo_env.model.check import RunMode, check_model
-from gspo_env.model.load import adapter_is_zero, is_adapted
+from gspo_env.model.head import adapter_is_zero, is_adapted
 from gspo_env.model.scorer import Scorer
 from gspo_env.model.threads import tokens_of_pass
 
@@ -350,7 +349,10 @@ class Learner:
         policy_N = predictions.logprobs_N.detach()
         scored = replace(microbatch, trainer_logprobs_N=policy_N) if minibatch.first else microbatch
         inputs = self._loss_input(scored, minibatch, predictions.logprobs_N)
-        inputs = with_tokens_of_other_rows(inputs, row, others)
+        if others:
+            from gspo_env.learner.split_episodes import with_tokens_of_other_rows
+
+            inputs = with_tokens_of_other_rows(inputs, row, others)
         output = check_output(self.loss.compute(inputs), self.loss, len(inputs.logprobs_N))
         values = {
             "loss": output.loss.detach(),

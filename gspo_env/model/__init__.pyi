@@ -4,5 +4,5 @@ from .check import ModelCheck as ModelCheck
 from .check import RunMode as RunMode
 from .check import check_model as check_model
 from .load import load_model as load_model
-from .load import save_model as save_model
+from .save import save_model as save_model
 from .scorer import Scorer as Scorer

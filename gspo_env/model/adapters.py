@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gspo_env.errors import ModelError
 from gspo_env.model.head import is_linear, plain_model
-from gspo_env.model.load import replaced_folder
+from gspo_env.model.save import replaced_folder
 
 Weights = dict[str, Callable[[], Tensor] | Tensor]
 """Weights by name; those of a layer with an adapter are computed when they are called."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gspo_env.model.adapters import Weights, adapter_weights, effective_weights, tensor_of
 from gspo_env.model.head import plain_model, usable_ids
-from gspo_env.model.load import replaced_folder, shards
+from gspo_env.model.save import replaced_folder, shards
 
 _LAYER = re.compile(r".*?\.\d+\.")
 

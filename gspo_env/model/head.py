@@ -5,6 +5,7 @@ Axis letters: N model tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from gspo_env.errors import ModelError
 from gspo_env.model.attention import PackedAttention
+
+logger = logging.getLogger(__name__)
 
 _CHUNK = {"cpu": 2**24, "cuda": 2**27}
 """Maximum logits in memory at a time. Those of a small vocabulary all fit and are computed once."""
@@ -253,3 +257,52 @@ class _LargeStates(TorchFunctionMode):
 def plain_model(model: Any) -> Any:
     """Returns the `transformers` model inside a PEFT model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def is_adapted(model: Any) -> bool:
+    """Returns whether PEFT has wrapped the model."""
+    return hasattr(model, "disable_adapter")
+
+
+def adapter_is_zero(model: Any) -> bool:
+    """Returns whether a model equals its base: no adapter, or one that adds nothing yet."""
+    up = [p for name, p in model.named_parameters() if "lora_B" in name]
+    return not is_adapted(model) or (bool(up) and not any(bool(p.any()) for p in up))
+
+
+def match_tokenizer(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Limits a model to the ids of its tokenizer; returns all that end an action.
+
+    Many models have more ids than their tokenizer. They are then in no distribution, neither of the
+    engine nor of the trainer: see `usable_ids`. The ids that end an action are
+    those of the generation config and of the config. One id alone counts only if it is an added
+    token, since it may be the default of the model's class.
+
+    Raises:
+        ModelError: A token has no embedding.
+    """
+    size = model.get_input_embeddings().num_embeddings
+    vocabulary = set(tokenizer.get_vocab().values())
+    special = set(tokenizer.all_special_tokens)  # which may be unused, such as one for padding
+    if beyond := {t for t, i in tokenizer.get_vocab().items() if i >= size} - special:
+        raise ModelError(f"the tokenizer has {min(beyond)!r}, for which the model has no embedding")
+    config, highest = model.config.get_text_config(), max(vocabulary)
+    if highest + 1 < size:
+        config.usable_vocab_size = highest + 1
+    if unused := sorted(set(range(min(highest, size))) - vocabulary):
+        from gspo_env.model.unused import hide
+
+        hide(model, unused)
+    if highest + 1 < size or unused:
+        logger.info(
+            "The model has %d ids and its tokenizer %d: the others are never sampled.",
+            size,
+            len(vocabulary),
+        )
+    settings = [getattr(model, "generation_config", None), config]
+    ends: set[int] = set()
+    for ids in (getattr(each, "eos_token_id", None) for each in settings):
+        one = [ids] if isinstance(ids, int) and ids in tokenizer.added_tokens_decoder else []
+        several = ids if isinstance(ids, (list, tuple)) else one
+        ends.update(i for i in several if isinstance(i, int))
+    return tuple(sorted(ends & vocabulary))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gspo_env.compare import Comparison, stats
-from gspo_env.runs.plots import COLOURS, INK, dash, dress, legend, panels, plain
+from gspo_env.runs.plots import COLOURS, INK, dash, dress, panels, plain
 from gspo_env.types import FloatArray
 
 if TYPE_CHECKING:
@@ -38,5 +38,22 @@ def comparison_figure(comparison: Comparison, name: str, rows: Sequence[Row]) ->
         title = f"{comparison.axes[-1]}: {value}" if value else others
         dress(axis, title, True, "training episodes")
     figure.suptitle(plain(name), x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK)
-    legend(figure, handles)
+    _legend(figure, handles)
     return figure
+
+
+_LEGEND_WIDTH = 90
+"""Characters of the names in a line of the legend."""
+
+
+def _legend(figure: Figure, handles: dict[str, Any]) -> None:
+    """Draws the legend of all panels below them."""
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=min(len(handles), max(1, _LEGEND_WIDTH // max(map(len, handles)))),
+        frameon=False,
+        fontsize=10,
+        labelcolor=INK,
+    )

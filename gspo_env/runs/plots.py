@@ -33,8 +33,6 @@ _LEARNING: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     },
 }
 """Metrics of each panel of learning curves, with their labels and styles."""
-_LEGEND_WIDTH = 90
-"""Characters of the names in a line of the legend."""
 _LONGEST_LABEL = 300
 """Characters of a name that are drawn; a picture of a hundred thousand takes ten seconds."""
 
@@ -120,16 +118,3 @@ def _rates(axis: Axes) -> None:
 
     axis.set_ylim(-0.01, 1.01)  # a line at 0 or 1 is seen whole
     axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
-
-
-def legend(figure: Figure, handles: dict[str, Any]) -> None:
-    """Draws the legend of all panels below them."""
-    figure.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside lower center",
-        ncols=min(len(handles), max(1, _LEGEND_WIDTH // max(map(len, handles)))),
-        frameon=False,
-        fontsize=10,
-        labelcolor=INK,
-    )

@@ -6,11 +6,11 @@ from .base import Span as Span
 from .base import Trace as Trace
 from .base import Tracker as Tracker
 from .base import TrackerChoice as TrackerChoice
+from .combine import combine as combine
 from .console import Progress as Progress
 from .mlflow import MLflow as MLflow
 from .multi import MultiTracker as MultiTracker
 from .multi import check_trackers as check_trackers
-from .multi import combine as combine
 from .multi import start as start
 from .tensorboard import TensorBoard as TensorBoard
 from .trackio import Trackio as Trackio

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, field, fields, make_dataclass, replace
-from functools import cache
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from gspo_env.errors import ConfigError
 from gspo_env.files import METRICS
 from gspo_env.redaction import redact, redact_text
-from gspo_env.registry import find, name_of, require
+from gspo_env.registry import name_of, require
 from gspo_env.tracking.base import Input, NoTracker, RunInfo, Status, Trace, TrackerChoice, flatten
 from gspo_env.tracking.jsonl import RunFiles
 from gspo_env.tracking.sinks import Sink
@@ -258,34 +255,3 @@ def parts(choice: TrackerChoice) -> dict[str, TrackerChoice]:
         return {name_of("tracker", choice): choice}
     values = [getattr(choice, f.name) for f in fields(choice)]  # type: ignore[arg-type]
     return dict(zip(choice.tracker_names, values, strict=True))
-
-
-@cache
-def combine(names: str) -> type[Any]:
-    """Makes the settings class of several trackers: a dataclass with one field for each.
-
-    Example:
-        >>> combine("mlflow,none")().mlflow.traces
-        1
-
-    Raises:
-        ConfigError: A name is unknown or repeated.
-    """
-    tracker_names = tuple(name.strip() for name in names.split(","))
-    keys = [re.sub(r"\W", "_", name.rpartition(":")[2]).lower() for name in tracker_names]
-    if len(set(keys)) < len(keys):
-        raise ConfigError(f"tracker is {names!r}; expected different names")
-    classes = [find("tracker", name) for name in tracker_names]
-    return make_dataclass(
-        "Trackers",
-        [(key, cls, field(default_factory=cls)) for key, cls in zip(keys, classes, strict=True)],
-        namespace={
-            "__doc__": "The settings of several trackers.",
-            "__module__": __name__,
-            "tracker_names": tracker_names,
-            "start": lambda self, run: MultiTracker(parts(self), run),
-        },
-        frozen=True,
-        kw_only=True,
-        slots=True,
-    )

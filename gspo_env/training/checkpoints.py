@@ -369,7 +369,7 @@ def _write_state(
 ) -> None:
     from safetensors.torch import save_file
 
-    from gspo_env.model.load import shards
+    from gspo_env.model.save import shards
 
     for number, shard in enumerate(shards(tensors), 1):
         save_file(shard, folder / f"state-{number:05d}.safetensors")

@@ -236,7 +236,8 @@ def _scorer(
 
     from gspo_env.batch.packing import pack
     from gspo_env.model.check import RunMode, check_model
-    from gspo_env.model.load import load_model, match_tokenizer
+    from gspo_env.model.head import match_tokenizer
+    from gspo_env.model.load import load_model
     from gspo_env.model.scorer import Scorer
 
     if teacher == "self":

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gspo_env.batch.padded import bare_episode
 from gspo_env.credit.estimators import Estimator
 from gspo_env.errors import ConfigError
-from gspo_env.types import FloatArray, Group, bare_episode
+from gspo_env.types import FloatArray, Group
 from studies.credit.exact import TASK, Problem
 
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gspo_env.batch.padded import bare_episode
 from gspo_env.credit.estimators import Estimator
 from gspo_env.credit.statistics import MIN_SCALE
 from gspo_env.errors import ConfigError
 from gspo_env.learner.losses import Aggregation
-from gspo_env.types import Episode, FloatArray, Group, IntArray, bare_episode
+from gspo_env.types import Episode, FloatArray, Group, IntArray
 from studies.credit.exact import (
     TASK,
     Problem,

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from scipy.special import log_softmax
 
+from gspo_env.batch.padded import bare_episode
 from gspo_env.credit.estimators import Estimator
 from gspo_env.learner.losses import Aggregation, RatioLevel, packed_policy_loss
-from gspo_env.types import FloatArray, Group, IntArray, Task, bare_episode
+from gspo_env.types import FloatArray, Group, IntArray, Task
 
 TASK = Task(env_id="tabular", seed=0)
 

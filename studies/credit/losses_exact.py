@@ -33,10 +33,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from gspo_env.batch.padded import bare_episode
 from gspo_env.credit.estimators import Estimator, Outcome
 from gspo_env.learner.losses import GSPO, DrGRPO, Loss, LossInput
 from gspo_env.registry import BUILTIN, find
-from gspo_env.types import FloatArray, Group, bare_episode
+from gspo_env.types import FloatArray, Group
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a study runs from any folder
 from studies.credit.dppo import DPPO

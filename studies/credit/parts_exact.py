@@ -18,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from gspo_env.batch.padded import bare_episode
 from gspo_env.credit.estimators import Estimator, Outcome
 from gspo_env.credit.parts import Parts
-from gspo_env.types import FloatArray, Group, StepInfo, bare_episode
+from gspo_env.types import FloatArray, Group, StepInfo
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a study runs from any folder
 from studies.credit.exact import TASK

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from support.runs import tiny
 
+from gspo_agents.engine_loop import EngineLoop
 from gspo_agents.frozen import FrozenAgent
 from gspo_agents.gspo import GSPOAgent
-from gspo_agents.player import EngineLoop
 from gspo_env import TextEnv
 from gspo_env.errors import ConfigError, EngineError, RolloutError
 from gspo_env.types import Prompt

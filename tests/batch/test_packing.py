@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_env.batch.packing import pack
+from gspo_env.batch.padded import bare_episode
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.errors import BatchError
 from gspo_env.model.attention import PackedAttention, sdpa
-from gspo_env.types import Task, bare_episode
+from gspo_env.types import Task
 
 
 def sample_of(turn_ids, start):

@@ -11,7 +11,7 @@ from support import architectures
 
 from gspo_env import sandbox
 from gspo_env.cli import doctor
-from gspo_env.model.load import save_model
+from gspo_env.model.save import save_model
 
 
 def finding(name, model=""):

@@ -19,7 +19,7 @@ from gspo_env.credit import GroupGAE
 from gspo_env.env.registration import load_agent
 from gspo_env.errors import RolloutError
 from gspo_env.learner import GRPO
-from gspo_env.model.load import save_model
+from gspo_env.model.save import save_model
 from gspo_env.registry import BUILTIN
 from gspo_env.tracking.base import flatten
 from gspo_env.types import Ending, Fault, StopReason

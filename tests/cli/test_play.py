@@ -9,7 +9,7 @@ from support.runs import write_env
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
 from gspo_env.config import Config, override
-from gspo_env.model.load import save_model
+from gspo_env.model.save import save_model
 
 
 def played(monkeypatch, capsys, typed, *arguments):

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.credits import check, episode, group
 
+from gspo_env.batch.padded import bare_episode
 from gspo_env.credit import (
     CreditConfig,
     Estimator,
@@ -18,7 +19,7 @@ from gspo_env.credit import (
     estimate,
 )
 from gspo_env.registry import find
-from gspo_env.types import Group, StopReason, Task, bare_episode
+from gspo_env.types import Group, StopReason, Task
 
 
 def test_turn_plus_outcome_adds_the_outcome_to_each_turns_own_reward():

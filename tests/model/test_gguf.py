@@ -11,7 +11,8 @@ from transformers.models.auto import CONFIG_MAPPING
 
 from gspo_env.errors import MissingExtraError, ModelError
 from gspo_env.model import load
-from gspo_env.model.load import load_model, save_model
+from gspo_env.model.load import load_model
+from gspo_env.model.save import save_model
 from gspo_env.recipes.build import TEMPLATE
 
 TOKENS = [*bytes_to_unicode().values(), "lo", "<|im_start|>", "<|im_end|>"]

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from gspo_env.errors import ModelError
 from gspo_env.model import add_adapter, save_adapter
 from gspo_env.model.export import named_weights
-from gspo_env.model.load import load_model, match_tokenizer, replaced_folder, save_model
+from gspo_env.model.head import match_tokenizer
+from gspo_env.model.load import load_model
+from gspo_env.model.save import replaced_folder, save_model
 
 
 def first_weights(model, seed):

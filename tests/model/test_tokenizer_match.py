@@ -23,8 +23,8 @@ from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model.export import Exporter, named_weights
-from gspo_env.model.head import usable_ids
-from gspo_env.model.load import match_tokenizer, save_model
+from gspo_env.model.head import match_tokenizer, usable_ids
+from gspo_env.model.save import save_model
 from gspo_env.recipes.build import build_model
 from gspo_env.recipes.tiny import Tiny
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gspo_env.batch.padded import bare_episode
 from gspo_env.credit import GroupGAE, NormalizeThenAccumulate, Outcome, ReturnsToGo
 from gspo_env.registry import find
-from gspo_env.types import Group, bare_episode
+from gspo_env.types import Group
 from studies.credit.density import Density, signal
 from studies.credit.enumeration import Enumeration, direction
 from studies.credit.exact import TASK, true_gradient

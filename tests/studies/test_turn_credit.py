@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from gspo_env.batch.padded import bare_episode
 from gspo_env.credit import GiGPO, Outcome
-from gspo_env.types import Group, Task, bare_episode
+from gspo_env.types import Group, Task
 from studies.credit.evidence import EvidenceCalibrated
 from studies.credit.exact import key_and_door
 from studies.credit.losses_exact import PROBLEMS

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from gspo_env.batch.padded import bare_episode
 from gspo_env.types import (
     Ending,
     Episode,
@@ -13,7 +14,6 @@ from gspo_env.types import (
     StepInfo,
     StopReason,
     Task,
-    bare_episode,
 )
 
 TASK = Task(env_id="test", seed=0)

@@ -19,7 +19,7 @@ from gspo_env.credit import estimate
 from gspo_env.credit.estimators import Outcome
 from gspo_env.errors import ConfigError, ModelError, TrainingError
 from gspo_env.learner import GSPO, Learner, LearnerConfig
-from gspo_env.model.load import save_model
+from gspo_env.model.save import save_model
 from gspo_env.recipes.build import build_model, build_tokenizer
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.training.distillation import Distillation

@@ -8,13 +8,14 @@ from support.cli_errors import refused
 from support.runs import drawn, timeless
 
 from gspo_agents.gspo import GSPOAgent
+from gspo_env.batch.padded import bare_episode
 from gspo_env.cli.main import main
 from gspo_env.runs import Run
 from gspo_env.saved import read_saved
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.training import draw_tasks
 from gspo_env.training.split import Split, join
-from gspo_env.types import Task, bare_episode
+from gspo_env.types import Task
 
 
 def mixed(**changes):

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from gspo_env.batch.padded import bare_episode
 from gspo_env.training.pool import Pool
 from gspo_env.training.split import draw_tasks
-from gspo_env.types import Ending, Group, ResetInfo, StopReason, Task, bare_episode
+from gspo_env.types import Ending, Group, ResetInfo, StopReason, Task
 
 
 def new_tasks(step, count=8):

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.virtual_clock import run
 
+from gspo_env.batch.padded import bare_episode
 from gspo_env.config import Config
 from gspo_env.credit import ReturnsToGo, Scores
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
 from gspo_env.training import TaskSampler
 from gspo_env.training.rollout_buffer import RolloutBuffer
-from gspo_env.types import Group, Task, bare_episode
+from gspo_env.types import Group, Task
 
 
 class Scripted:

@@ -9,7 +9,7 @@ from typing import Any
 
 from gspo_env.engines.base import NamedTensors
 from gspo_env.model.export import Exporter
-from gspo_env.model.load import replaced_folder
+from gspo_env.model.save import replaced_folder
 
 logger = logging.getLogger(__name__)
 
