@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -51,6 +51,7 @@ from gspo_env.registry import refuse_training_script
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation
 from gspo_env.rollout.pool import make_member
+from gspo_env.runs.names import AS_SHIPPED
 from gspo_env.runs.run import History
 from gspo_env.seeding import (
     derive_seed,
@@ -213,44 +214,44 @@ class GSPOAgent:
             # of the model before its imitation
             facts = run_facts(config, self.model, source) if self._source or self._start else {}
             if resumed is not None:
-                as_shipped = resumed.as_shipped
+                before = resumed.before
             else:
-                as_shipped = self._success_as_shipped(reporter) if source else None
-            facts["as_shipped"] = as_shipped
+                before = self._success_as_shipped(reporter) if source else {}
+            facts["before"] = before
             writer = CheckpointWriter(
                 checkpoints, interrupt, facts, lambda: tracker.recorded, self._write
             )
             if resumed is not None and resumed.checkpoint.in_imitation:
-                self.warm_up(progress, writer, resumed.checkpoint)
+                before |= self.warm_up(progress, writer, resumed.checkpoint)
                 resumed = None
             else:
-                self.warm_up(progress, writer)
+                before |= self.warm_up(progress, writer)
             if not self._source:
                 if resumed is None:
                     must = config.episodes.keep_batches != "none"
                     write = partial(save_model, self.model, self.tokenizer)
                     checkpoints.save_start(write, must=must)
                 writer.facts = run_facts(config, self.model, "")
-            writer.facts |= {"left_out": self._skipped_demonstrations, "as_shipped": as_shipped}
-            history = self._learn(writer, reporter, resumed, tracker, as_shipped)
+            writer.facts |= {"left_out": self._skipped_demonstrations, "before": before}
+            history = self._learn(writer, reporter, resumed, tracker, before)
             reporter.end(history, self.split(), self._skipped_demonstrations)
         return history
 
-    def _success_as_shipped(self, reporter: Reporter) -> float | None:
-        """Returns the success on the evaluation's tasks before imitation, sampled; else None.
+    def _success_as_shipped(self, reporter: Reporter) -> dict[str, float]:
+        """Returns the success on the evaluation's tasks before imitation, sampled, as a metric.
 
         It is not measured without imitation, or where an engine or workers would have to start. The
         global generators are as before.
         """
         limits, engine = self.config.rollout, self.config.engine
         if not self._start or limits.ray_workers or not isinstance(engine, Transformers):
-            return None
+            return {}
         states = generator_states()
         with self._collector() as collector, reporter.watch(collector):
             playing = collector.collect(self.split().tasks, seed=0, group_size=1)
             played = Evaluation(self._loop.run(playing), (), 0.0).sampled
         set_generator_states(states)
-        return played.success
+        return {AS_SHIPPED: played.success}
 
     def _check(self) -> list[Finding]:
         """Checks the settings of a training and its environments, once."""
@@ -266,7 +267,7 @@ class GSPOAgent:
         reporter: Reporter,
         resumed: Resumed | None,
         tracker: MultiTracker,
-        as_shipped: float | None,
+        before: Mapping[str, float],
     ) -> History:
         """Runs the steps that are left; saves and tracks the model if these are all."""
         config = self.config
@@ -289,7 +290,7 @@ class GSPOAgent:
                 reporter=reporter,
                 split=self.split(),
                 writer=writer,
-                as_shipped=as_shipped,
+                before=before,
             )
             if resumed is not None:
                 loop.restore(resumed.checkpoint)
@@ -594,8 +595,10 @@ class GSPOAgent:
         progress: Progress | None = None,
         writer: CheckpointWriter | None = None,
         checkpoint: Checkpoint | None = None,
-    ) -> None:
+    ) -> dict[str, float]:
         """Imitates the demonstrations, if there are any; does nothing when called again.
+
+        Returns the metrics of the choice of weights, if the recipe chooses.
 
         Args:
             progress: Shows the steps.
@@ -605,14 +608,24 @@ class GSPOAgent:
         self._gather()
         start, self._start = self._start, None
         if start is None or not start.episodes or not self.config.recipe.imitation_steps:
-            return
+            return {}
         split = self.split()
         demonstrations = [episode for episode in start.episodes if not split.holds_out(episode)]
         self._skipped_demonstrations = len(start.episodes) - len(demonstrations)
         progress = progress or Progress(io.StringIO())
         if self._source:  # a model that is built has random weights, which all have to learn
             self._add_adapter()
-        imitate(self.model, self.chat, demonstrations, self.config, progress, writer, checkpoint)
+        choice = None
+        if samples := self.config.recipe.imitation_pass_at:
+            from gspo_env.training.start_choice import StartChoice
+
+            seed = derive_seed("start choice", self.config.seed)
+            tasks = self.training_tasks(int(self.config.eval_tasks), seed)
+            how: Any = {"tasks": tasks, "samples": samples, "play": self.evaluate}
+            choice = StartChoice(model=self.model, **how)
+        where = (progress, writer, checkpoint, choice)
+        imitate(self.model, self.chat, demonstrations, self.config, *where)
+        return choice.finish() if choice is not None and choice.looks else {}
 
     @property
     def _vocab_size(self) -> int:

@@ -32,6 +32,7 @@ from gspo_env.learner.learner import Learner
 from gspo_env.model.head import usable_ids
 from gspo_env.model.threads import tokens_of_pass
 from gspo_env.recipes.build import imitation_samples
+from gspo_env.recipes.imitate import LOOKS
 from gspo_env.seeding import generator_states, set_generator_states
 from gspo_env.tracking.console import Progress
 from gspo_env.training.curriculum import next_options
@@ -262,6 +263,8 @@ def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate:
     tasks = int(config.eval_tasks)
     evaluated = playing(tasks, 2 * tasks)
     imitation = config.recipe.imitation_steps * imitated * learned_token if batch else 0.0
+    if samples := config.recipe.imitation_pass_at:
+        imitation += LOOKS * playing(tasks, samples * tasks)
     evaluations = 1 + (math.ceil(config.steps / config.eval_every) if config.eval_every else 1)
     shipped = 0.5 * bool(batch and config.model)  # sampled only, of the model before imitation
     evaluating = (evaluations + shipped) * evaluated

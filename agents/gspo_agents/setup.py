@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gspo_env.distributed.ranks import Ranks
     from gspo_env.training.checkpoints import CheckpointWriter
     from gspo_env.training.resume import Checkpoint
+    from gspo_env.training.start_choice import StartChoice
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ def imitate(
     progress: Progress,
     writer: CheckpointWriter | None = None,
     checkpoint: Checkpoint | None = None,
+    choice: StartChoice | None = None,
 ) -> None:
     """Trains the model on demonstrations, by the settings of the config's recipe.
 
@@ -89,6 +91,7 @@ def imitate(
         progress: Shows the steps.
         writer: Saves an imitation that takes long or is stopped.
         checkpoint: Where such an imitation resumes.
+        choice: Chooses the weights that it ends with; the last by default.
 
     Raises:
         KeyboardInterrupt: A signal stopped it.
@@ -108,7 +111,7 @@ def imitate(
     if checkpoint is not None:
         from gspo_env.training.imitation import restore
 
-        restore(imitation, checkpoint)
+        restore(imitation, checkpoint, choice)
     if writer is not None:
         writer.interrupt.graceful = True
     total, slow = recipe.imitation_steps, progress.when_slow(5.0)
@@ -122,10 +125,12 @@ def imitate(
             progress.update("imitation", step, total, loss=loss)
         else:
             slow("imitation", step, total, loss=loss)
+        if choice is not None and choice.due(step, total):
+            progress.line(choice.look(len(imitation.losses)))
         if writer is not None and writer.due_in_imitation:
             from gspo_env.training.imitation import save
 
-            save(imitation, writer)
+            save(imitation, writer, choice)
 
 
 def check_learning(model: Any, config: Config, chat: ChatTokenizer) -> None:

@@ -18,7 +18,12 @@ from gspo_env.errors import figure
 from gspo_env.redaction import redact
 from gspo_env.registry import BUILTIN, name_of
 from gspo_env.runs.evaluations import EvalSnapshot, may_be_chance, success_interval
-from gspo_env.runs.names import AS_SHIPPED
+from gspo_env.runs.names import (
+    AS_SHIPPED,
+    IMITATION_PASS,
+    IMITATION_PASS_LAST,
+    IMITATION_STEP,
+)
 from gspo_env.runs.run import History
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import parts
@@ -201,6 +206,11 @@ def results(
         f"Success on {split}: {sampled} (greedy {greedy}); "
         f"95 % interval {after}{low:.0%} to {high:.0%}{few}."
     ]
+    if kept := first.get(IMITATION_STEP):
+        lines.append(
+            f"Imitation kept the weights after step {kept:.0f}: pass@k {first[IMITATION_PASS]:.1%} "
+            f"on training tasks, and {first[IMITATION_PASS_LAST]:.1%} after the last step."
+        )
     if skipped := total("train/skipped_steps"):
         lines.append(f"Optimiser steps skipped, because a number was not finite: {skipped:.0f}.")
     redrawn = total("rollout/redrawn_tasks")

@@ -28,6 +28,11 @@ class Recipe:
         """Whether a model that the config names imitates demonstrations before it is trained."""
         return False
 
+    @property
+    def imitation_pass_at(self) -> int:
+        """See `gspo_env.recipes.imitate.Imitate`."""
+        return 0
+
     def build(
         self, envs: Mapping[str, TextEnvironment], seed: int, limits: RolloutConfig, show: Show
     ) -> Any:

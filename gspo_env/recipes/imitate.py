@@ -11,6 +11,9 @@ from gspo_env.errors import ConfigError
 from gspo_env.recipes.base import Recipe
 from gspo_env.settings import settings
 
+LOOKS = 4
+"""Steps of an imitation whose weights are compared, if they are chosen by pass@k."""
+
 
 @settings
 class Imitate(Recipe):
@@ -35,6 +38,10 @@ class Imitate(Recipe):
     """Conversations or episodes of a step."""
     imitation_learning_rate: Annotated[float, Gt(0)] = 1e-5
     """Largest learning rate. A LoRA adapter needs about ten times that of a whole model."""
+    imitation_pass_at: Annotated[int, Ge(0)] = 0
+    """k by whose pass@k the weights are chosen: after each quarter of the steps, k episodes of as
+    many training tasks as `eval_tasks` are played, and the best weights are kept. With 0 the last
+    weights are."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
@@ -46,6 +53,13 @@ class Imitate(Recipe):
         if self.slips and (self.conversations or self.teacher != "expert"):
             raise ConfigError(
                 f"slips is {self.slips}, and no expert plays; expected 0, or --teacher expert"
+            )
+
+        if self.imitation_pass_at and 0 < self.imitation_steps < LOOKS:
+            raise ConfigError(
+                f"imitation_pass_at is {self.imitation_pass_at} and imitation_steps "
+                f"{self.imitation_steps}; expected at least {LOOKS} steps, or 0 to keep the last "
+                "weights"
             )
 
     @property

@@ -2,6 +2,10 @@
 
 AS_SHIPPED = "eval/success_as_shipped"
 """Success of a pretrained model before its imitation, in the evaluation of step 0."""
+IMITATION_STEP = "imitation/step"
+"""The step whose weights an imitation kept, if it chose them by pass@k."""
+IMITATION_PASS, IMITATION_PASS_LAST = "imitation/pass_at_k", "imitation/pass_at_k_last"
+"""Their pass@k, and that of the last weights."""
 LATER_TURNS = (
     *("train/logprob_diff_turn_2", "train/logprob_diff_turn_4", "train/logprob_diff_turn_8"),
     "train/logprob_diff_turn_16",

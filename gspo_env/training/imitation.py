@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from gspo_env.batch.sample import Sample
 from gspo_env.files import check_types
@@ -15,11 +18,12 @@ from gspo_env.training.checkpoints import CheckpointWriter
 
 if TYPE_CHECKING:
     from gspo_env.training.resume import Checkpoint
+    from gspo_env.training.start_choice import StartChoice
 
 logger = logging.getLogger(__name__)
 
 
-def save(imitation: Imitation, writer: CheckpointWriter) -> None:
+def save(imitation: Imitation, writer: CheckpointWriter, choice: StartChoice | None = None) -> None:
     """Writes all that the next step depends on.
 
     Raises:
@@ -30,13 +34,23 @@ def save(imitation: Imitation, writer: CheckpointWriter) -> None:
         "began": imitation.began,
         "demonstrations": _digest(imitation.samples),
     }
+    best: Mapping[str, Tensor] = {}
+    if choice is not None:
+        place["looks"], best = [[*asdict(look).values()] for look in choice.looks], choice.best
     numbers = {"step": 0, "score": {}, "imitation": place, "generators": generator_states()}
-    writer.save(numbers, imitation.learner.state, best=False)
+
+    def state() -> tuple[Mapping[str, Any], Iterable[tuple[str, Tensor]]]:
+        values, tensors = imitation.learner.state()
+        return values, (*tensors, *((f"best.{name}", weight) for name, weight in best.items()))
+
+    writer.save(numbers, state, best=False)
     if writer.interrupt.requested:
         raise KeyboardInterrupt
 
 
-def restore(imitation: Imitation, checkpoint: Checkpoint) -> None:
+def restore(
+    imitation: Imitation, checkpoint: Checkpoint, choice: StartChoice | None = None
+) -> None:
     """Restores the state in an imitation that has not begun.
 
     Raises:
@@ -51,6 +65,8 @@ def restore(imitation: Imitation, checkpoint: Checkpoint) -> None:
         if not 0 <= imitation.steps <= imitation.total:
             raise ValueError(f"imitation.began is {imitation.began}")
         imitation.learner.restore(checkpoint.tensors(), numbers["learner"])
+        if choice is not None:
+            choice.restore(saved["looks"], checkpoint.tensors())
         set_generator_states(numbers["generators"])
 
 

@@ -23,7 +23,6 @@ from gspo_env.learner.settings import Trainer
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats, control_metrics
-from gspo_env.runs.names import AS_SHIPPED
 from gspo_env.runs.run import History, is_complete
 from gspo_env.seeding import derive_seed, generator_states, set_generator_states
 from gspo_env.tracking.console import part
@@ -79,8 +78,8 @@ class Loop:
     split: Split
     writer: CheckpointWriter | None = None
     """Saves the run; None saves nothing."""
-    as_shipped: float | None = None
-    """Success before imitation; None if unknown, or if nothing is imitated."""
+    before: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the model before and during its imitation, for step 0."""
     tasks: TaskSampler = field(init=False)
     """Draws the tasks of each step."""
     buffer: RolloutBuffer = field(init=False)
@@ -327,8 +326,8 @@ class Loop:
         with part("evaluation"):
             evaluation = await evaluate(self.collector, self.split.tasks)
         metrics = evaluation.metrics() | {"eval/episodes_before": self.episodes_played}
-        if self.step == 0 and self.as_shipped is not None:
-            metrics[AS_SHIPPED] = self.as_shipped
+        if self.step == 0:
+            metrics |= self.before
         self.history.append((self.step, metrics))
         self.reporter.evaluated(self.step, evaluation, metrics)
         return evaluation.groups

@@ -188,10 +188,11 @@ class Resumed:
         return {name: int(recorded[name]) for name in _FACTS["recorded"] if name in recorded}
 
     @property
-    def as_shipped(self) -> float | None:
-        """The success before imitation; None if it was not measured."""
-        value = self.checkpoint.numbers.get("as_shipped")
-        return float(value) if isinstance(value, int | float) else None
+    def before(self) -> dict[str, float]:
+        """The metrics of the model before the first step: as shipped, and of its imitation."""
+        with self.checkpoint.reading() as numbers:
+            saved = numbers.get("before", {})
+            return {str(name): float(value) for name, value in saved.items()}
 
     def check(self, model: Any) -> None:
         """Checks that the model before training is the one that the run began with.

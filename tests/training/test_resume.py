@@ -124,6 +124,10 @@ BEFORE = {
         *(0, (7, 23)),
     ),
     "a model": ({"name": "imitate", "demonstrations": 20, "imitation_steps": 9}, 0, (3, 7)),
+    "a model that is chosen by pass@k": (
+        {"name": "imitate", "demonstrations": 20, "imitation_steps": 9, "imitation_pass_at": 2},
+        *(0, (4, 7)),
+    ),
     "an adapter": ({"name": "imitate", "demonstrations": 20, "imitation_steps": 9}, 2, (1, 8)),
 }
 
