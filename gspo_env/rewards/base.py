@@ -114,7 +114,7 @@ def _add(
         return lost(episode, rating.fault)
     turns = list(episode.turns)
     answered = is_alone or any(value is not None for value in rating.rewards)
-    scored = answered or turns[-1].info.scored
+    scored = (answered and weight != 0) or turns[-1].info.scored
     turns[-1] = replace(turns[-1], info=replace(turns[-1].info, scored=scored))
     for k, value in enumerate(rating.rewards):
         parts = {} if value is None else {name: value}

@@ -47,6 +47,15 @@ class Ranks(GroupReward):
         ]
 
 
+def length(attempt):
+    return float(len(attempt.text))
+
+
+class Length(GroupReward):
+    async def __call__(self, group):
+        return [Rating(rewards=(2.0,) * len(e.turns)) for e in group.episodes]
+
+
 def play(chat, size=6, **arguments):
     """Plays tasks with answers of which every third is marked."""
     words = [chat.tokenizer.encode(text)[0] for text in ("?", "0", "1")]
@@ -76,10 +85,14 @@ def play(chat, size=6, **arguments):
         [trl],
         [Ranks()],
         [Ranks(), unless_marked],
+        [length, unless_marked],
+        [Length(), unless_marked],
+        [length, Ranks()],
     ],
 )
 def test_an_episode_that_every_reward_leaves_out_is_lost_and_no_zero(chat, rewards, score):
-    groups, faults = play(chat, rewards=rewards, score=score, success=0.3)
+    weights = [float(r is not length and not isinstance(r, Length)) for r in rewards]
+    groups, faults = play(chat, rewards=rewards, weights=weights, score=score, success=0.3)
     episodes = [e for group in groups for e in group.episodes]
     marked = ["?" in e.turns[0].text for e in episodes]
     assert {True, False} == set(marked)

@@ -163,9 +163,9 @@ class DatasetEnv(ToolEnv):
         ended = terminated or truncated
         if ended or self.score == "turn":
             judged, info["reward_parts"] = self.rewards.judge(self._attempt())
-            reward += judged
+            reward += judged or 0.0
             if self.rewards:
-                info["scored"] = bool(info["reward_parts"])
+                info["scored"] = judged is not None
             if ended and self.success_from is not None:
                 info["success"] = reward >= self.success_from
         role = info.get("observation_role", "user")

@@ -78,7 +78,7 @@ def _score(
     ids: tuple[int, ...] = ()
     for k in episode.action_turns:
         turn = turns[k]
-        value, parts, scored = 0.0, dict[str, float](), None
+        value, parts, scored = None, dict[str, float](), None
         ids += turn.action_ids
         is_last = k == len(turns) - 1
         # `step` never saw an action that was cut
@@ -89,9 +89,9 @@ def _score(
                 prompt=prompt, completion=completion, row=row, plain=plain, token_ids=ids
             )
             value, parts = rewards.judge(attempt)
-            scored = bool(parts)
+            scored = value is not None
         info = replace(turn.info, reward_parts=parts, scored=scored)
-        turns[k] = replace(turn, reward=value, info=info)
+        turns[k] = replace(turn, reward=value or 0.0, info=info)
     return replace(episode, turns=tuple(turns), ending=replace(episode.ending, outcome=None))
 
 

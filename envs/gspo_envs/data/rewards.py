@@ -151,10 +151,11 @@ class Rewards:
         """
         return partial(score_group, self._of_group, success) if self._of_group else None
 
-    def judge(self, attempt: Attempt) -> tuple[float, dict[str, float]]:
+    def judge(self, attempt: Attempt) -> tuple[float | None, dict[str, float]]:
         """Returns the weighted sum of all rewards, and each; a reward of None is left out.
 
-        Asynchronous functions run concurrently.
+        The sum is None if no reward with a weight other than 0 has a number. Asynchronous functions
+        run concurrently.
 
         Raises:
             EnvironmentContractError: A reward is not a finite number.
@@ -162,7 +163,8 @@ class Rewards:
         answers = settle([reward.function(attempt) for reward in self._rewards])
         numbers = {r.name: _number(r, a) for r, a in zip(self._rewards, answers, strict=True)}
         parts = {name: number for name, number in numbers.items() if number is not None}
-        return sum(self.weights[name] * number for name, number in parts.items()), parts
+        counted = [self.weights[name] * parts[name] for name in parts if self.weights[name]]
+        return sum(counted) if counted else None, parts
 
 
 def settle(answers: Sequence[Any]) -> list[Any]:

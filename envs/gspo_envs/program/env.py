@@ -305,7 +305,7 @@ class ProgramEnv(TextEnv):
             return reward, {"reward_parts": parts, "success": success}
         attempt = to_attempt(self._exchanges, self._row, self._token_ids, result)
         reward, parts = self.rewards.judge(attempt)
-        return reward if parts else None, {"reward_parts": parts}
+        return reward, {"reward_parts": parts}
 
 
 def to_reply(action: str, tools: Sequence[Tool]) -> tuple[Reply, int]:
