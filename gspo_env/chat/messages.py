@@ -81,7 +81,8 @@ def order_results(messages: Sequence[Message], *, strict: bool = False) -> list[
     Templates that show no ids show a result by its place alone.
 
     Args:
-        messages: The conversation. Results without an id stay where they are.
+        messages: The conversation. Results without an id are those of the calls that no other result
+            names, in the order of the calls.
         strict: Whether each result has to be that of a call.
 
     Raises:
@@ -97,17 +98,20 @@ def order_results(messages: Sequence[Message], *, strict: bool = False) -> list[
         elif ids := [call.id for n in numbers for call in messages[n].tool_calls]:
             rounds.append((ids, []))
     for ids, places in rounds:
-        if any(messages[n].tool_call_id is None for n in places) or not (strict or any(ids)):
+        names = [messages[n].tool_call_id for n in places]
+        if not any(names) or not (strict or any(ids)):
             continue
         open_calls: list[str | None] = list(ids)
+        unnamed = [i for i, call in enumerate(ids) if call not in names]
         order = {}
-        for n in places:
-            call = messages[n].tool_call_id
-            if call not in open_calls:
+        for n, call in zip(places, names, strict=True):
+            named = [i for i, other in enumerate(open_calls) if other == call]
+            indices = unnamed if call is None else named
+            if not indices:
                 expected = f"one of {ids}, each once" if ids else "a call before it"
                 text = f"the result of a tool has the tool_call_id {call!r}; expected {expected}"
                 raise RefusedError(text[:500], param="messages")
-            order[n] = open_calls.index(call)
+            order[n] = indices.pop(0)
             open_calls[order[n]] = None
         before_last = open_calls[: max(order.values(), default=0)]
         if missing := [call for call in before_last if call is not None]:

@@ -256,6 +256,11 @@ def test_results_are_in_the_order_of_the_calls():
         assert [m.role for m in read] == [m["role"] for m in messages]
     unnamed = [{"role": "tool", "content": c} for c in "ba"]
     assert [m.content for m in step({"messages": [*asked, *unnamed]}).messages[2:]] == ["b", "a"]
+    mixed = {"role": "tool", "content": "of ca"}
+    read = step({"messages": [*asked, told[0], mixed]}).messages
+    assert [m.content for m in read[2:]] == ["of ca", "of cb"]
+    with pytest.raises(EnvironmentContractError, match=r"None; expected one of \['ca', 'cb'\]"):
+        step({"messages": [*asked, *told, mixed]})
     with pytest.raises(EnvironmentContractError, match=r"'cx'; expected one of \['ca', 'cb'\]"):
         step({"messages": [*asked, {**told[0], "tool_call_id": "cx"}]})
 
