@@ -81,8 +81,8 @@ def order_results(messages: Sequence[Message], *, strict: bool = False) -> list[
     Templates that show no ids show a result by its place alone.
 
     Args:
-        messages: The conversation. Results without an id are those of the calls that no other result
-            names, in the order of the calls.
+        messages: The conversation. Results without an id are those of the calls that no other
+            result names, in the order of the calls.
         strict: Whether each result has to be that of a call.
 
     Raises:
