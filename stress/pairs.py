@@ -6,7 +6,7 @@
     python stress/pairs.py --plant               # ten planted faults, each caught by a row
     python stress/pairs.py --matrix              # what cannot be combined
     python stress/pairs.py --published           # combinations that others have published
-    python stress/pairs.py --smollm2 3           # a few rows with three layers of SmolLM2
+    python stress/pairs.py --sets smollm2 vllm   # rows with layers of SmolLM2, and with vLLM
 
 The settings come from the tree of `Config` and from the registry, so a new choice is in by itself.
 A row trains a tiny model for three steps, repeats the last one as after a kill, and is evaluated,
@@ -35,7 +35,9 @@ import tempfile
 import time
 import traceback
 import typing
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,9 @@ sys.path.insert(0, str(HERE))
 import pairs_envs
 import torch
 from pairs_oracle import Run
+from pairs_sets import SETS
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_agents.setup import check_learning
@@ -56,6 +60,7 @@ from gspo_env.cli.rescore import Rescore
 from gspo_env.cli.sync import Sync
 from gspo_env.cli.view import View
 from gspo_env.config import Config, override
+from gspo_env.env.isolated import ISOLATED
 from gspo_env.errors import ConfigError, GspoEnvError, RolloutError, TrainingError
 from gspo_env.health.startup import check_settings, check_start
 from gspo_env.model.load import load_model
@@ -65,6 +70,7 @@ from gspo_env.tracking.base import flatten
 STEPS, LIMIT = 3, 180
 """Steps of a run, and the seconds that a row may take."""
 ENVS = str(HERE / "pairs_envs.py")
+JUDGES = tuple(str(HERE / f"pairs_judges.py:{name}") for name in ("RANK", "CRITERIA"))
 BASE = {
     "steps": STEPS,
     "eval_every": 2,
@@ -103,6 +109,7 @@ ARGUMENTS = {
 }
 """The settings of choices that need some, or have a table."""
 NUMBERS: dict[str, tuple[Any, ...]] = {
+    "stop_at_success": (0.0, 0.01),
     "tasks_per_step": (2, 1),
     "rollout.group_size": (4, 2, 8, 1),
     "rollout.temperature": (1.0, 0.7),
@@ -111,6 +118,8 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "rollout.max_context": (512, 60),
     "supply.max_staleness": (0, 1, 2),
     "supply.max_resamples": (0, 2),
+    "supply.min_success": (0.0, 0.2),
+    "supply.max_success": (1.0, 0.8),
     "credit.rms": (0.0, 0.5),
     "learner.weight_decay": (0.0, 0.1),
     "learner.minibatches": (1, 2, 4),
@@ -120,6 +129,8 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "learner.entropy_target": (0.0, 1.5),
     "learner.entropy_share": (1.0, 0.3),
     "learner.lora_rank": (0, 2),
+    "learner.lora_alpha": (0.0, 3.0),
+    "learner.lora_targets": ("all-linear", "q_proj,down_proj"),
     "advantage.gamma": (1.0, 0.8),
     "advantage.lam": (0.95, 0.0),
     "advantage.turn_weight": (1.0, 0.5),
@@ -133,33 +144,46 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
 }
 """Values of the settings that are numbers, the usual one first."""
 CONSTANT = {
-    "": (
-        "env env_kwargs model seed steps stop_at_success eval_every eval_tasks strict output "
-        "checkpoints recipe tracker "
+    "what a run begins with, and where it is kept": (
+        "model seed output checkpoints.save_every checkpoints.keep recipe.* tracker.* "
+        "episodes.keep_groups episodes.keep_mb engine.shared_folder curriculum.values"
     ),
-    "rollout": (
-        "episode_timeout concurrency max_retries max_env_error_rate workers ray_address "
-        "max_worker_restarts "
+    "the same in all rows, as the reference needs it": (
+        "steps eval_every eval_tasks episodes.keep_episodes learner.optimizer"
     ),
-    "episodes": "keep_episodes keep_groups keep_mb",
-    "supply": "min_success max_success",
-    "learner": (
-        "learning_rate warmup_steps max_grad_norm max_skipped_steps lora_alpha "
-        "lora_targets optimizer "
+    "`ENVIRONMENTS` has it": "env env_kwargs",
+    "`ARGUMENTS` has it": (
+        "curriculum.option curriculum.success curriculum.window compaction.instruction "
+        "compaction.summary_tokens advantage.teacher advantage.hint advantage.weight "
+        "advantage.weights advantage.missing advantage.turn_steps advantage.credit "
+        "advantage.estimator"
     ),
-    "loss": (
-        "clip_low clip_high correction_cap tau_pos tau_neg cap k_pos lambda_pos k_neg "
-        "lambda_neg mask_low mask_high "
+    "a size whose value chooses no other computation": (
+        "learner.learning_rate learner.warmup_steps learner.max_grad_norm loss.clip_low "
+        "loss.clip_high loss.correction_cap loss.tau_pos loss.tau_neg loss.cap loss.k_pos "
+        "loss.lambda_pos loss.k_neg loss.lambda_neg loss.mask_low loss.mask_high curriculum.share "
+        "curriculum.decay"
     ),
-    "curriculum": "share decay option values success window",
-    "compaction": "instruction summary_tokens",
-    "advantage": "teacher hint weight weights missing turn_steps credit estimator",
+    "it decides about failures, which `hostile.py` and `soak.py` have": (
+        "strict rollout.episode_timeout rollout.max_retries rollout.max_env_error_rate "
+        "rollout.max_worker_restarts learner.max_skipped_steps engine.server_start_timeout "
+        "engine.max_server_restarts engine.request_timeout"
+    ),
+    "how much is done at a time": "rollout.concurrency",
+    "it needs another machine": (
+        "rollout.ray_address engine.tensor_parallel_size engine.gpu_memory_utilization "
+        "engine.quantization engine.engine_args engine.sleep_during_update engine.addresses "
+        "engine.transfer engine.dtype"
+    ),
+    "`pairs_sets.py` has it": (
+        "rollout.workers engine.adapter_only engine.undo_updates engine.sync_tolerance "
+        "engine.replicas engine.enforce_eager engine.kv_cache_gib"
+    ),
 }
-"""Settings that stay as they are: sizes whose value does not choose another computation, what says
-where a run is played and kept, and those that `ENVIRONMENTS` and `ARGUMENTS` have."""
+"""Settings that stay as they are in the table of all pairs, by the reason."""
 ENVIRONMENTS: dict[str, dict[str, Any]] = {
     **{name: {"env": f"{ENVS}:{name}"} for name in ("Words", "Final", "Both", "Masked")},
-    **{name: {"env": f"{ENVS}:{name}"} for name in ("Ranked", "Edited", "Long")},
+    **{name: {"env": f"{ENVS}:{name}"} for name in ("Ranked", "Judged", "Edited", "Long")},
     "several": {"env": (f"one={ENVS}:Words:0.7", f"two={ENVS}:Final:0.3")},
     "mixed": {"env": (f"two={ENVS}:Final:0.5", f"three={ENVS}:Both:0.5")},
     "lookup": {"env": "gspo/Lookup-v0"},
@@ -172,31 +196,29 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
             "system_prompt": "Say a word.",
         },
     },
+    "compared": {
+        "env": "gspo/Dataset-v0",
+        "env_kwargs": {"data": "rows.jsonl", "rewards": (f"{ENVS}:matches", *JUDGES)},
+    },
+    "rated": {
+        "env": "gspo/Dataset-v0",
+        "env_kwargs": {"data": "rows.jsonl", "rewards": ("rater", f"{ENVS}:matches")},
+    },
     "program": {
         "env": "gspo/Program-v0",
         "env_kwargs": {"program": f"{ENVS}:ask", "data": "rows.jsonl"},
     },
 }
-SMOLLM2: dict[str, Row] = {
-    "LoRA, KL and two minibatches": {
-        "learner.lora_rank": 2, "loss.kl_coef": 0.05, "learner.minibatches": 2,
-    },
-    "compaction": {
-        "env": "Long", "rollout.max_context": 160,
-        "compaction": ("summary", {"instruction": "Say a word.", "summary_tokens": 6}),
-    },
-    "staleness": {"supply.max_staleness": 1, "learner.observation_coef": 0.1},
-    "two environments": {"env": "several", "tasks_per_step": 2, "threads": 2},
-    "two agents and packed microbatches": {
-        "env": "Both", "advantage": ("by_agent", {}), "learner.microbatch_tokens": 80,
-        "learner.entropy_coef": 0.05,
-    },
-    "an edited conversation": {"env": "Edited", "rewritten_history": "keep"},
+IDLE = {
+    "learner.lora_alpha": "learner.lora_rank", "learner.lora_targets": "learner.lora_rank",
+    "supply.min_success": "supply.max_resamples", "supply.max_success": "supply.max_resamples",
 }  # fmt: skip
-"""What differs from the usual values in the rows with layers of SmolLM2."""
+"""Settings that do nothing while another one has its usual value."""
 OWN = ("old_logprobs", "aggregation", "ratio_level", "max_tokens")
 """Settings of a loss whose usual value stands for the loss's own."""
-EXACT = ("Words", "Final", "Both", "Masked", "Edited", "several", "mixed", "lookup")
+ASKING = ("Judged", "compared")
+"""Environments that ask the judges of `pairs_judges.py`."""
+EXACT = ("Words", "Final", "Both", "Masked", "Judged", "Edited", "several", "mixed", "lookup")
 """Environments with `blocking = False`, whose resumed runs have the bits of uninterrupted ones."""
 
 
@@ -238,35 +260,43 @@ def settings_with_options() -> Iterator[tuple[str, list[Any]]]:
             yield path, sorted(typing.get_args(hint), key=lambda v: v != usual.get(path))
 
 
-def leaves() -> Iterator[tuple[str, Any]]:
-    """Yields the path and the type of every setting once, those of all choices included."""
-    seen: set[str] = set()
-    for path, hint in _leaves(Config, ""):
-        section, _, name = path.rpartition(".")
-        constant = CONSTANT.get(section, "").split() + CONSTANT[""].split()
-        if path not in seen and name not in constant and section not in constant:
+def leaves(elsewhere: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yields the path and the type of every setting once that is not listed as constant.
+
+    Args:
+        elsewhere: Whether the settings of choices are included that need a package.
+    """
+    seen = {path for paths in CONSTANT.values() for path in paths.split()}
+    for path, hint in _leaves(Config, "", elsewhere):
+        if path not in seen and path.partition(".")[0] + ".*" not in seen:
             seen.add(path)
             yield path, hint
 
 
-def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(cls: type, prefix: str, elsewhere: bool) -> Iterator[tuple[str, Any]]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         path, hint = f"{prefix}{field.name}", hints[field.name]
         if not prefix and field.name in BUILTIN:
             for name in BUILTIN[field.name]:
-                if name not in ELSEWHERE.get(field.name, ()):
-                    yield from _leaves(find(field.name, name), f"{field.name}.")
+                if elsewhere or name not in ELSEWHERE.get(field.name, ()):
+                    yield from _leaves(find(field.name, name), f"{field.name}.", elsewhere)
         elif dataclasses.is_dataclass(hint):
-            yield from _leaves(typing.cast(type, hint), f"{path}.")
+            yield from _leaves(typing.cast(type, hint), f"{path}.", elsewhere)
         else:
             yield path, hint
 
 
 def unlisted() -> list[str]:
-    """Returns the settings and the choices that nobody has decided about."""
-    options = dict(settings_with_options())
-    names = [path for path, _ in leaves() if path not in options and not _single(path)]
+    """Returns the settings and choices that nobody has decided about, and those that are gone."""
+    options, every = dict(settings_with_options()), {path for path, _ in _leaves(Config, "", True)}
+    names = [path for path, _ in leaves(True) if path not in options and not _single(path)]
+    listed = [path for paths in CONSTANT.values() for path in paths.split()] + [*NUMBERS]
+    names += [path for path in listed if path not in every and not path.endswith(".*")]
+    rows = [row for each in SETS.values() for row in each.rows.values()]
+    played = {path for row in rows for path in row}
+    played |= {f"engine.{key}" for row in rows for key in row.get("engine", ("", {}))[1]}
+    names += [path for path in CONSTANT["`pairs_sets.py` has it"].split() if path not in played]
     for kind, choices in BUILTIN.items():
         for name in choices:
             if kind in OTHER_KINDS or name in ELSEWHERE.get(kind, ()):
@@ -362,9 +392,13 @@ def title(row: Row) -> str:
 
 def refusal(row: Row) -> str:
     """Returns the sentence with which a row is refused before anything is played; empty if not."""
+    child = {ISOLATED: "1"} if row["rollout.isolation"] == "process" else {}
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            # a child process takes seconds
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+            unittest.mock.patch.dict(os.environ, child),  # a real child process takes seconds
+        ):
             agent = GSPOAgent(config=config({**row, "rollout.isolation": "thread"}))
             check_learning(agent.model, agent.config, agent.chat)
             envs = agent.environments
@@ -386,6 +420,8 @@ def play(row: Row, start: Path) -> dict[str, Any]:
     figure: Any = importlib.import_module("matplotlib.figure").Figure
     figure.savefig = lambda *_, **__: None  # a quarter of the time
     stage, begun = "check", time.process_time()
+    if row["env"] in ASKING:
+        importlib.import_module("pairs_judges").serve()
     try:
         agent = GSPOAgent(config=config(row))
         stage = "train"
@@ -447,15 +483,16 @@ def resumed(row: Row, run: Path) -> list[str]:
     """Repeats the last step, as after a kill; returns in what the run differs then."""
     whole = Path("whole")
     shutil.copytree(run, whole, symlinks=True)
-    shutil.rmtree(run / f"checkpoints/step-{STEPS:06d}")
+    last = max((run / "checkpoints").glob("step-*")).name
+    shutil.rmtree(run / "checkpoints" / last)
     shutil.rmtree(run / "model")
     GSPOAgent.resume(run).train()
     exact = row["env"] in EXACT and not row.get("supply.max_staleness")
+    exact = exact and not row.get("engine", ("",))[0].startswith("vllm")
     if not exact or row.get("rollout.isolation") == "process":
         return []
     files = [
-        [load_file(f) for f in sorted(r.glob(f"checkpoints/step-{STEPS:06d}/state-*"))]
-        for r in (whole, run)
+        [load_file(f) for f in sorted(r.glob(f"checkpoints/{last}/state-*"))] for r in (whole, run)
     ]
     for first, second in zip(*files, strict=True):
         if off := [n for n in first if n not in second or not torch.equal(first[n], second[n])]:
@@ -471,7 +508,7 @@ def points(run: Path) -> dict[str, list[float]]:
     for line in (run / "metrics.jsonl").read_text().splitlines():
         point = json.loads(line)
         for name, value in point["metrics"].items():
-            if not re.search("time/|per_second|system/|failed_saves", name):
+            if not re.search("time/|per_second|system/|failed_saves|_requests$", name):
                 values.setdefault(f"{point['step']} {name}", []).append(value)
     return values
 
@@ -485,9 +522,12 @@ def commands(row: Row, run: Path) -> dict[str, Any]:
         return out.getvalue()
 
     def rescore() -> list[str]:
-        quiet(Rescore(folder=str(run), rewards=(f"{ENVS}:matches",), out="rescored.jsonl"))
+        rewards = ENVIRONMENTS[row["env"]]["env_kwargs"]["rewards"]
+        rewards = (rewards,) if isinstance(rewards, str) else rewards
+        bound = 1e-6 if row["env"] == "rated" else 1e-9  # it rates some at a time, in float32
+        quiet(Rescore(folder=str(run), rewards=rewards, out="rescored.jsonl"))
         lines = [json.loads(line) for line in Path("rescored.jsonl").read_text().splitlines()]
-        off = [x for x in lines if x["error"] or abs(x["before"] - x["now"]) > 1e-9]
+        off = [x for x in lines if x["error"] or abs(x["before"] - x["now"]) > bound]
         return [f"rescored: {off[0]} and {len(off) - 1} more"] if off or not lines else []
 
     def sync() -> list[str]:
@@ -516,7 +556,10 @@ def commands(row: Row, run: Path) -> dict[str, Any]:
         try:
             text = quiet(parse(["rewind", str(run), "--by", "kept"]))
         except RolloutError as error:
-            refused = row["env"] == "Ranked" and "group_reward compares whole groups" in str(error)
+            refused = row["env"] in (
+                "Ranked",
+                *ASKING,
+            ) and "group_reward compares whole groups" in str(error)
             return [] if refused else [f"rewind: {error}"]
         return [] if "kept      outcome" in text else [f"rewind: {text}"]
 
@@ -529,7 +572,7 @@ def commands(row: Row, run: Path) -> dict[str, Any]:
         works["replay"] = replay
         if row.get("episodes.keep_batches") == "all":
             works |= {"whatif": whatif, "rewind": rewind}
-    if row["env"] == "dataset":
+    if row["env"] in ("dataset", "compared", "rated"):
         works["rescore"] = rescore
     if row.get("tracker", ("none",))[0] != "none":
         works["sync"] = sync
@@ -607,8 +650,13 @@ def covering(
 
 
 def ownership() -> list[Forbidden]:
-    """Returns each unusual value of a choice's setting with the choices that lack it."""
-    result = []
+    """Returns each unusual value that does nothing, with the choices that lack it."""
+    values = domains_cache()
+    result: list[Forbidden] = [
+        {owner: values[owner][:1], path: values[path][1:]}
+        for path, owner in IDLE.items()
+        if path in values
+    ]
     for path, options in domains_cache().items():
         section = path.rpartition(".")[0]
         for value in options[1:] if section in BUILTIN else ():
@@ -692,7 +740,7 @@ def widest(row: Row, bans: Sequence[Forbidden]) -> Forbidden:
 
 
 def prepare(folder: Path, layers: int = 0) -> None:
-    """Makes what all rows begin with: a model, a teacher and the rows of the dataset.
+    """Makes what all rows begin with: a model, a teacher, a reward model and a dataset.
 
     Args:
         folder: Where it is kept.
@@ -715,6 +763,10 @@ def prepare(folder: Path, layers: int = 0) -> None:
         n: w + 0.1 * w.std() * torch.randn(w.shape, generator=generator) for n, w in weights.items()
     }
     save_file(others, "teacher/model.safetensors", {"format": "pt"})
+    torch.manual_seed(2)
+    rater = AutoModelForSequenceClassification.from_pretrained("start", num_labels=1)
+    rater.save_pretrained("rater")
+    AutoTokenizer.from_pretrained("start").save_pretrained("rater")
 
 
 def imitate() -> None:
@@ -769,7 +821,7 @@ def begin(
     place.mkdir()
     if (folder / "store.db").exists():  # the tables of MLflow, which take seconds to make
         shutil.copy(folder / "store.db", place)
-    for name in ("start", "teacher", "rows.jsonl"):
+    for name in ("start", "teacher", "rater", "rows.jsonl"):
         (place / name).symlink_to(folder / name)
     process = os.fork()
     if process:
@@ -822,9 +874,7 @@ def main() -> None:
     parser.add_argument("--plant", action="store_true")
     parser.add_argument("--published", action="store_true")
     parser.add_argument("--matrix", action="store_true")
-    parser.add_argument(
-        "--smollm2", type=int, default=0, metavar="LAYERS", help="of SmolLM2, with a few rows"
-    )
+    parser.add_argument("--sets", nargs="+", choices=SETS, help="play rows that need a package")
     parser.add_argument("--folder", default="", help="keep the rows that went wrong here")
     parser.add_argument(
         "--set", nargs="*", default=[], help="play one row: env=Words loss.kl_coef=0.05"
@@ -837,10 +887,10 @@ def main() -> None:
     folder = Path(options.folder or tempfile.mkdtemp(prefix="pairs-")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "start").exists():
-        apart(lambda: prepare(folder, options.smollm2))
+        apart(lambda: prepare(folder))
     os.chdir(folder)
-    if options.smollm2:
-        sys.exit(play_smollm2(folder))
+    if options.sets:
+        sys.exit(play_sets(options.sets, folder))
     if options.set:
         row = usual_row()
         for each in options.set:
@@ -871,7 +921,10 @@ def main() -> None:
         random.Random(options.seed).shuffle(rows)
         rows = rows[: options.rows or len(rows)]
     seconds = options.hours * 3600 if options.triples else 1e9
-    sys.exit(play_all(rows, folder, options.jobs, seconds, options.results))
+    wrong = play_all(rows, folder, options.jobs, seconds, options.results)
+    if not options.rows and not options.triples:
+        wrong |= play_sets([name for name in SETS if not SETS[name].layers], folder)
+    sys.exit(wrong)
 
 
 def read_results(file: Path) -> list[tuple[Row, str]]:
@@ -935,15 +988,25 @@ def play_all(rows: Sequence[Row], folder: Path, jobs: int, seconds: float, resul
     return int(counts["wrong"] > 0 or not played)
 
 
-def play_smollm2(folder: Path) -> int:
-    """Plays rows with layers of SmolLM2; returns 1 if one is wrong."""
+def play_sets(names: Sequence[str], folder: Path) -> int:
+    """Plays the rows of sets whose packages are installed; returns 1 if one is wrong."""
     wrong = 0
-    for name, settings in SMOLLM2.items():
-        row = usual_row() | {"tasks_per_step": 1, "rollout.group_size": 2} | settings
-        process, place = begin(row, folder, 0, seconds=1800)
-        result = end(process, place, os.waitpid(process, 0)[1])
-        wrong += result["end"] == "wrong"
-        print(f"{name}: {result['end']} {result['text']} ({result['cpu']:.0f} s)", flush=True)
+    for each in names:
+        rows, missing = SETS[each], [p for p in SETS[each].packages if find_spec(p) is None]
+        if missing:
+            print(f"{each}: left out, because {' and '.join(missing)} is not installed", flush=True)
+            continue
+        start = folder / each if rows.layers else folder
+        start.mkdir(exist_ok=True)
+        if not (start / "start").exists():
+            apart(functools.partial(prepare, start, rows.layers))
+        for number, (name, settings) in enumerate(rows.rows.items()):
+            few = {"tasks_per_step": 1, "rollout.group_size": 2} if rows.layers else {}
+            process, place = begin(usual_row() | few | settings, start, number, seconds=1800)
+            result = end(process, place, os.waitpid(process, 0)[1])
+            wrong += result["end"] == "wrong"
+            what = f"{result['end']} {result['text']} ({result['cpu']:.0f} s)"
+            print(f"{each}, {name}: {what}", flush=True)
     return int(wrong > 0)
 
 

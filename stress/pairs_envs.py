@@ -7,6 +7,7 @@ What they do follows from the seed and from the texts and token ids of the actio
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 from gspo_env import TextEnv
+from gspo_env.registry import load_function
+from gspo_env.rewards.base import score_group
 
 WORDS = ("amber", "basil", "cedar", "delta")
 HINT = "Say amber."
@@ -62,6 +65,11 @@ class Words(TextEnv):
 def pay(action: str) -> float:
     """Returns 0, 1/4, ... 1 for a text."""
     return zlib.crc32(action.encode()) % 5 / 4
+
+
+def worth(text: str) -> int:
+    """Returns what the judge gives a text, 0 to 10, by its letters."""
+    return len(re.findall("[a-z]", text)) % 11
 
 
 class Final(Words):
@@ -137,6 +145,23 @@ def _paid(episode: Any, best: int) -> Any:
         return episode
     last = episode.turns[-1]
     return replace(episode, turns=(*episode.turns[:-1], replace(last, reward=last.reward + 1)))
+
+
+class Judged(Words):
+    """Each turn has a reward of a model as a judge, beside that of its text."""
+
+    gives_reward = True
+    turns = 4
+
+    def step(self, action: str) -> Any:
+        """Adds words to the observation."""
+        observation, *rest = super().step(action)
+        return " ".join([observation, *WORDS * 2]), *rest
+
+    async def group_reward(self, group: Any) -> Any:
+        """Adds the rewards of the judge."""
+        judge = load_function(str(Path(__file__).with_name("pairs_judges.py:TURNS")), "reward")
+        return await score_group([(judge, 0.5)], None, group)
 
 
 class Edited(Words):

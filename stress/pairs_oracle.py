@@ -23,7 +23,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from gspo_env import make_env
 from gspo_env.env.base import Action
@@ -42,6 +46,9 @@ class Run:
         self.settings = tomllib.loads((folder / "config.toml").read_text())
         self.slack = SLACK[self.settings["model_dtype"]]
         self.temperature = self.settings["rollout"]["temperature"]
+        self.engine_bound = 1e-4 * self.slack
+        if self.settings["engine"]["name"].startswith("vllm"):
+            self.engine_bound = 1e-3 if self.slack == 1 else 0.3
         self.model = AutoModelForCausalLM.from_pretrained(start, attn_implementation="eager")
         self.model = self.model.double().requires_grad_(False)
         self.start = self._rounded({n: p.detach() for n, p in self.model.named_parameters()})
@@ -54,6 +61,7 @@ class Run:
         self.updates = 0
         self.notes = json.loads((folder / "notes.json").read_text())
         """The episodes of each minibatch of each step, and the advantages in float64."""
+        self.steps = max(int(p.name[5:]) for p in (folder / "checkpoints").glob("step-*"))
         self.losses = [
             json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
         ]
@@ -76,15 +84,18 @@ class Run:
             self._check_play(record)
         self._check_groups([r for r in records if r.phase == "train"])
         self._check_engine(records)
-        for step in range(1, self.settings["steps"] + 1):
+        for step in range(1, self.steps + 1):
+            kept = dict(self.moments), self.updates, self.coefficient, self.low
             self._check_step(step, [r for r in records if (r.phase, r.step) == ("train", step)])
+            if self._metrics(step).get("train/undone_updates"):
+                self.moments, self.updates, self.coefficient, self.low = kept
         self._check_model()
         return self.faults
 
     def _check_model(self) -> None:
         """Compares the saved model with the last weights, the adapter added once."""
         saved = load_file(self.folder / "model/model.safetensors")
-        whole = self._whole(self._rounded(self.weights(self.settings["steps"])))
+        whole = self._whole(self._rounded(self.weights(self.steps)))
         for name, want in whole.items():
             bound = 1e-6 if self.slack == 1 else 0.01 * float(want.abs().max())
             self.fault(f"the saved {name}", saved[name].double(), want, bound)
@@ -121,6 +132,8 @@ class Run:
                 action = Action(turn.action, turn.action_ids)
                 observation, reward, done, cut, _ = env.step(action)
                 ended = done or cut
+            if kind(record) == "Judged":
+                reward += 0.05 * pairs_envs.worth(turn.action)
             if kind(record) == "Ranked" and last:
                 continue  # see `_check_groups`
             self.fault(f"{where} turn {turn.turn} reward", turn.reward, reward, 1e-12)
@@ -139,6 +152,35 @@ class Run:
                         want = 0.0 if cut else pairs_envs.pay(last.action)
                         want += len(last.action) == best
                         self.fault(f"{r.episode} group reward", last.reward, want, 1e-12)
+            elif kind(rows[0]) == "Dataset":
+                self._check_ratings([r for r in rows if r.turns and not r.error])
+
+    def _check_ratings(self, records: Sequence[Any]) -> None:
+        """Works out the rewards of the dataset's functions, judges and reward model again."""
+        specs = self.settings["env_kwargs"]["rewards"]
+        marks = [pairs_envs.worth(r.turns[-1].action) for r in records]
+        for r, mark in zip(records, marks, strict=True):
+            observation, answer = r.turns[0].observation, r.turns[-1].action
+            want = pairs_envs.pay(answer) + (observation.split()[1] in answer)
+            others = [0.5 * (m == mark) + (m < mark) for m in marks]
+            if "rater" in specs:
+                want += self._rate(observation, answer)
+            elif len(records) > 1 and not isinstance(specs, str):
+                want += (len(specs) - 1) * (sum(others) - 0.5) / (len(records) - 1)
+            self.fault(f"{r.episode} rating", r.turns[-1].reward, want, 1e-6)
+
+    def _rate(self, *texts: str) -> float:
+        """Returns the score of the reward model for a conversation."""
+        rater = AutoModelForSequenceClassification.from_pretrained(
+            self.folder.parent / "rater", attn_implementation="eager"
+        )
+        messages = [
+            {"role": r, "content": t} for r, t in zip(("user", "assistant"), texts, strict=True)
+        ]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        with torch.no_grad():
+            return float(rater.double()(input_ids=ids).logits[0, 0])
 
     # -- log-probabilities -----------------------------------------------------------------------
 
@@ -219,9 +261,8 @@ class Run:
             for (r, k, places), (_, count), lp in zip(parts, rows, values, strict=True):
                 got = np.array(r.turns[k].engine_logprobs)[places]
                 want = lp[len(lp) - count :].numpy()[places]
-                self.fault(
-                    f"{r.episode} turn {k} engine log-probability", got, want, 1e-4 * self.slack
-                )
+                what = f"{r.episode} turn {k} engine log-probability"
+                self.fault(what, got, want, self.engine_bound)
 
     # -- one update ------------------------------------------------------------------------------
 
@@ -327,10 +368,7 @@ class Run:
                 {n: w.detach() for n, w in leaves.items()},
                 {n: g * factor for n, g in gradients.items()},
             )
-        metrics: dict[str, float] = {}
-        for line in self.losses:
-            if line["step"] == step:
-                metrics |= line["metrics"]
+        metrics = self._metrics(step)
         bound = self.slack * (1e-4 if len(parts) == 1 else 2e-3)
         norm, loss = float(np.mean(norms)), float(np.mean(losses))
         if self.kl and "train/kl" in metrics:
@@ -350,10 +388,16 @@ class Run:
         )
         after = self.weights(step)
         first = self.weights(step - 1)
+        if metrics.get("train/undone_updates"):
+            masters = first
         moved = math.sqrt(sum(float(((masters[n] - first[n]) ** 2).sum()) for n in masters))
         off = math.sqrt(sum(float(((masters[n] - after[n]) ** 2).sum()) for n in masters))
         if off > 0.05 * self.slack**0.5 * moved + 1e-6:
             self.faults.append(f"step {step}: the weights are off by {off:.3g} after {moved:.3g}")
+
+    def _metrics(self, step: int) -> dict[str, float]:
+        lines = [line["metrics"] for line in self.losses if line["step"] == step]
+        return {name: value for metrics in lines for name, value in metrics.items()}
 
     def _adamw(
         self, masters: dict[str, Tensor], gradients: Mapping[str, Tensor]
