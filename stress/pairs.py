@@ -67,7 +67,7 @@ from gspo_env.model.load import load_model
 from gspo_env.registry import BUILTIN, find
 from gspo_env.tracking.base import flatten
 
-STEPS, LIMIT = 3, 180
+STEPS, LIMIT = 3, 600
 """Steps of a run, and the seconds that a row may take."""
 ENVS = str(HERE / "pairs_envs.py")
 JUDGES = tuple(str(HERE / f"pairs_judges.py:{name}") for name in ("RANK", "CRITERIA"))
@@ -349,7 +349,8 @@ def tree(row: Row) -> dict[str, Any]:
             )
         place[name] = value
     if row.get("rollout.isolation") == "process":
-        changes.setdefault("rollout", {})["concurrency"] = 2  # a process each takes a second
+        # a process takes a second, and one with a reward model takes ten
+        changes.setdefault("rollout", {})["concurrency"] = 1 if row["env"] == "rated" else 2
     return changes
 
 
@@ -739,12 +740,13 @@ def widest(row: Row, bans: Sequence[Forbidden]) -> Forbidden:
     return {n: [v for v in values[n] if new(n, v)] for n in names}
 
 
-def prepare(folder: Path, layers: int = 0) -> None:
+def prepare(folder: Path, layers: int = 0, hidden_size: int = 32) -> None:
     """Makes what all rows begin with: a model, a teacher, a reward model and a dataset.
 
     Args:
         folder: Where it is kept.
         layers: How many layers of SmolLM2 the model has; 0 imitates with a tiny model.
+        hidden_size: Of the tiny model.
     """
     os.chdir(folder)
     pairs_envs.rows(Path("rows.jsonl"))
@@ -755,7 +757,7 @@ def prepare(folder: Path, layers: int = 0) -> None:
         model.save_pretrained("start")
         tokenizer.save_pretrained("start")
     else:
-        imitate()
+        imitate(hidden_size)
     shutil.copytree("start", "teacher")
     generator = torch.Generator().manual_seed(1)
     weights = load_file("start/model.safetensors")
@@ -769,14 +771,20 @@ def prepare(folder: Path, layers: int = 0) -> None:
     AutoTokenizer.from_pretrained("start").save_pretrained("rater")
 
 
-def imitate() -> None:
+def imitate(hidden_size: int) -> None:
     """Makes a tiny model that has seen the environments."""
     shown = [*(f"{n}={ENVS}:{n}" for n in ("Words", "Edited", "Long")), "gspo/Lookup-v0"]
     settings = Config.from_recipe(
         env=(*shown, "gspo/Dialogue-v0"),
         rollout={"max_turn_tokens": 32},
         recipe={
-            **{"name": "tiny", "hidden_size": 32, "layers": 2, "heads": 2, "demonstrations": 300},
+            **{
+                "name": "tiny",
+                "hidden_size": hidden_size,
+                "layers": 2,
+                "heads": 2,
+                "demonstrations": 300,
+            },
             **{"imitation_steps": 60, "imitation_learning_rate": 1e-2, "imitation_batch": 32},
         },
         eval_tasks=5,
@@ -996,10 +1004,10 @@ def play_sets(names: Sequence[str], folder: Path) -> int:
         if missing:
             print(f"{each}: left out, because {' and '.join(missing)} is not installed", flush=True)
             continue
-        start = folder / each if rows.layers else folder
-        start.mkdir(exist_ok=True)
-        if not (start / "start").exists():
-            apart(functools.partial(prepare, start, rows.layers))
+        start = folder / f"{rows.layers}-{rows.hidden_size}"
+        if not start.exists():
+            start.mkdir()
+            apart(functools.partial(prepare, start, rows.layers, rows.hidden_size))
         for number, (name, settings) in enumerate(rows.rows.items()):
             few = {"tasks_per_step": 1, "rollout.group_size": 2} if rows.layers else {}
             process, place = begin(usual_row() | few | settings, start, number, seconds=1800)
@@ -1077,6 +1085,9 @@ def is_clear(ban: Forbidden, sentence: str) -> bool:
 
     def is_named(name: str, values: Sequence[Any]) -> bool:
         texts = [v[0] if isinstance(v, tuple) else v for v in values]
+        if name == "env":
+            places = [str(ENVIRONMENTS[each]["env"]) for each in values]
+            texts += [re.sub(r".*[/:]|-v\d+$", "", place) for place in places]
         words = [name.rpartition(".")[2], *(text for text in texts if isinstance(text, str))]
         return any(re.search(rf"\b{re.escape(word)}\b", sentence, re.I) for word in words)
 

@@ -17,6 +17,8 @@ class Rows:
     """The packages without which the rows are left out."""
     layers: int = 0
     """The layers of SmolLM2 that the model has; 0 is the tiny one."""
+    hidden_size: int = 32
+    """Of the tiny model; vLLM takes no heads of 16 on a CPU."""
 
 
 def _vllm(**settings: Any) -> tuple[str, dict[str, Any]]:
@@ -63,6 +65,7 @@ SETS = {
             },
         },
         ("vllm",),
+        hidden_size=64,
     ),
     "ray": Rows(
         {
@@ -82,6 +85,7 @@ SETS = {
             },
         },
         ("ray", "vllm"),
+        hidden_size=64,
     ),
     "smollm2": Rows(
         {
