@@ -154,7 +154,8 @@ class Rewind:
 
             async def collect() -> list[Group]:
                 version = self.batch.step - 1 if weights is None else weights
-                await engine.update_weights(named_weights(model), version)
+                named = named_weights(model, adapter=engine.adapter_only)
+                await engine.update_weights(named, version)
                 seed, tasks = config.seed, [self.kept.task]
                 return await collector.collect(tasks, seed=seed, group_size=times)
 

@@ -84,6 +84,18 @@ def test_a_policy_plays_on_from_the_turn_with_the_weights_of_the_step_or_of_anot
         rewind.play(weights=7)
 
 
+def test_an_engine_that_takes_the_adapter_alone_gets_that_of_the_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    support = Path(__file__).parents[1] / "support"
+    shutil.copy(support / "talk.py", tmp_path)
+    settings = {"learner": {"lora_rank": 2}, "episodes": {"keep_batches": "all"}}
+    engine = {"engine": f"{support / 'adapter_engine.py'}:AdapterOnly"}
+    GSPOAgent(config=talks(steps=1, **settings, **engine)).train()
+    rewind = GSPOAgent.rewind("run", **where("run"))
+    (again,) = rewind.play(by="kept")
+    assert content(again) == content(rewind.kept)
+
+
 def test_another_action_result_and_reward_reach_the_policy_and_the_update(run, monkeypatch):
     monkeypatch.chdir(run.parent)
     place = where(run, last=1)
