@@ -2,7 +2,9 @@
 
 import contextlib
 import fcntl
+import functools
 import os
+import re
 import sqlite3
 from types import SimpleNamespace
 
@@ -29,22 +31,21 @@ def pytest_xdist_auto_num_workers(config):
     return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else usable_cores() + 1
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Tests that share a fixture of their module run in one process, which makes it once."""
-    for item in items:
-        values = item.callspec.params if hasattr(item, "callspec") else {}
-        shared = sorted({*_shared(item._fixtureinfo, item._fixtureinfo.argnames)})
-        if shared:
-            names = [f"{name}={values[name]}" if name in values else name for name in shared]
-            item.add_marker(pytest.mark.xdist_group(f"{item.module.__name__}: {' '.join(names)}"))
+def pytest_xdist_make_scheduler(config, log):
+    """The tests of a file with fixtures of its own run in one process, which makes these once."""
+    from xdist.scheduler import LoadScopeScheduling
 
+    @functools.cache
+    def has_fixtures(file):
+        text = (config.rootpath / file).read_text()
+        return re.search(r'^@pytest\.fixture\(scope="module"(, params=.*)?\)', text, re.MULTILINE)
 
-def _shared(info, names):
-    """The fixtures with the scope of a module behind these names."""
-    for fixture in (info.name2fixturedefs[n][-1] for n in names if n in info.name2fixturedefs):
-        yield from [fixture.argname] if fixture.scope == "module" else []
-        yield from _shared(info, fixture.argnames)
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if has_fixtures(file) else nodeid
+
+    return Scheduler(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
