@@ -76,6 +76,7 @@ def test_a_run_names_its_metrics_and_its_folder_loads_with_transformers_alone():
         *("time/rollout", "time/update", "time/sync", "time/eval"),
     }
     assert all(m.get("train/logprob_diff_max", 0.0) < 1e-4 for _, m in history)
+    assert "train/sync_logprob_diff" not in every  # the engine has no copy that could differ
     assert has_adapter(agent.folder / "adapter")
     loaded = AutoModelForCausalLM.from_pretrained(agent.folder / "model")
     agent.model.get_base_model().set_attn_implementation("sdpa")

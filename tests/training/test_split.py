@@ -1,6 +1,7 @@
 """Held-out tasks: training plays no task of the evaluation, and a summary says what is known."""
 
 import asyncio
+import functools
 import random
 import shutil
 from pathlib import Path
@@ -105,6 +106,7 @@ def test_without_a_key_the_overlap_is_unknown():
 def test_the_evaluation_plays_only_held_out_tasks_and_leaves_half_of_the_draws(
     number, count, skew, declared, broken
 ):
+    @functools.cache
     def key(seed):  # with skew, the first tasks are drawn more often
         return str(int(number * random.Random(seed).random() ** (1 + skew)))
 

@@ -143,15 +143,13 @@ def test_the_probe_fits_the_shortest_context_and_the_temperature(model, chat):
     assert probed(engine, learner, chat, **limits)["train/sync_logprob_diff"] < 1e-5
 
 
-@pytest.mark.parametrize("copying", [False, True])
-def test_a_run_probes_an_engine_that_has_a_copy_and_no_other(in_folder, copying):
+def test_a_run_probes_an_engine_that_has_a_copy(in_folder):
     agent = GSPOAgent(config=tiny(recipe={"imitation_steps": 4}))
-    if copying:
-        agent._engine = Copying(agent.model)
+    agent._engine = Copying(agent.model)
     seen = [
         m["train/sync_logprob_diff"] for _, m in agent.train() if "train/sync_logprob_diff" in m
     ]
-    assert len(seen) == (2 if copying else 0)
+    assert len(seen) == 2
     assert all(0 < value < 1e-4 for value in seen)
 
 
