@@ -238,8 +238,7 @@ def _base(
     """
     if "recipe" in choices:
         tree["recipe"] = choices["recipe"]
-    model, recipe = tree.get("model"), tree.get("recipe")
-    flag = choices.get("recipe")
+    model, flag = tree.get("model"), choices.get("recipe")
     if model and flag and find("recipe", flag).build is not Recipe.build:
         raise ConfigError(
             f"recipe is {flag!r}, which builds a model, and model is {model!r}; expected one of "
@@ -247,26 +246,9 @@ def _base(
         )
     if not isinstance(model, str) or not model:
         return from_dict(tree)
-    from gspo_env.saved import read_saved, replace_choices
+    from gspo_env.cli.trained import config_of_model
 
-    saved = read_saved(model)
-    if saved is None:
-        return from_dict(tree)
-    tree.pop("recipe", None)
-    # flags may be settings of a class that is named instead of the folder's
-    saved_tree = replace_choices(saved.tree, choices)
-    played = {name: value for name, value in saved_tree.items() if name != "env_kwargs"}
-    config = override(override(from_dict(played), tree), choices)
-    env = tree.get("env", "")
-    changes = {**tree, **choices} | {resolve(config, flag): True for flag in flags}
-    changes["env_kwargs"] = add_kwargs(tree.get("env_kwargs", {}), env_kwargs, env or saved.env)
-    config = from_dict(saved.settings(changes, env=env))
-    if recipe is not None:
-        config = override(config, {"recipe": recipe})
-        config = override(config, config.recipe.changes)
-    elif getattr(config.recipe, "demonstrates", False):  # the model has imitated already
-        config = override(config, {"recipe": {"imitation_steps": 0}})
-    return override(config, tree | {"env_kwargs": config.env_kwargs})
+    return config_of_model(tree, choices, env_kwargs, flags)
 
 
 def read_options(name: str, command: T, arguments: Sequence[str]) -> T:

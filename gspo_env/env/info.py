@@ -6,7 +6,6 @@ import difflib
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, get_args
 
@@ -17,8 +16,6 @@ from gspo_env.errors import EnvironmentContractError, RefusedError
 from gspo_env.tools.tool import Tool
 from gspo_env.types import (
     LARGEST_REWARD,
-    Episode,
-    Group,
     Message,
     Prompt,
     ResetInfo,
@@ -44,8 +41,8 @@ def parse_reset(env_id: str, result: object) -> tuple[str, ResetInfo]:
         EnvironmentContractError: It is not a string and a dict, or a key has an invalid value.
     """
     if not isinstance(result, tuple) or len(result) != 2:
-        raise _fault(env_id, "reset() result", result, "a tuple (observation, info)")
-    observation = _value(env_id, "reset() observation", result[0], _TEXT)
+        raise fault(env_id, "reset() result", result, "a tuple (observation, info)")
+    observation = read_value(env_id, "reset() observation", result[0], _TEXT)
     return observation, ResetInfo(**_read(env_id, "reset()", result[1], _RESET))
 
 
@@ -62,74 +59,19 @@ def parse_step(env_id: str, result: object, tokens: int | None = None) -> Parsed
     """
     if not isinstance(result, tuple) or len(result) != 5:
         expected = "a tuple (observation, reward, terminated, truncated, info)"
-        raise _fault(env_id, "step() result", result, expected)
+        raise fault(env_id, "step() result", result, expected)
     observation, reward, terminated, truncated, info = result
-    observation = _value(env_id, "step() observation", observation, _TEXT)
-    terminated = _value(env_id, "step() terminated", terminated, _FLAG)
-    truncated = _value(env_id, "step() truncated", truncated, _FLAG)
-    reward = _value(env_id, "step() reward", reward, _REWARD)
-    parsed = StepInfo(**_read(env_id, "step()", info, _STEP))
+    observation = read_value(env_id, "step() observation", observation, _TEXT)
+    terminated = read_value(env_id, "step() terminated", terminated, _FLAG)
+    truncated = read_value(env_id, "step() truncated", truncated, _FLAG)
+    reward = read_value(env_id, "step() reward", reward, REWARD)
+    parsed = StepInfo(**_read(env_id, "step()", info, STEP))
     for name in ("token_advantages", "token_mask") if info else ():
         values = getattr(parsed, name)
         if tokens is not None and values is not None and len(values) != tokens:
             expected = f"{tokens} values, one per sampled token"
-            raise _fault(env_id, f"step() info[{name!r}]", values, expected)
+            raise fault(env_id, f"step() info[{name!r}]", values, expected)
     return observation, reward, terminated, truncated, parsed
-
-
-def parse_scored(group: Group, scored: object) -> Group:
-    """Parses the result of `group_reward`: the group with other rewards.
-
-    Raises:
-        EnvironmentContractError: It is something else, or a number has an invalid value.
-    """
-    env_id, call = group.task.env_id, "group_reward()"
-    if not isinstance(scored, Group):
-        raise _fault(env_id, f"{call} result", scored, "a Group")
-    turns, expected = ([len(e.turns) for e in g.episodes] for g in (scored, group))
-    if turns != expected:
-        raise EnvironmentContractError(
-            f"{env_id}: {call} result has episodes of {turns} turns, expected {expected}"
-        )
-
-    def parse(episode: Episode) -> Episode:
-        turns = tuple(
-            replace(
-                turn,
-                reward=read_reward(env_id, f"{call} reward", turn.reward),
-                info=replace(
-                    turn.info,
-                    reward_parts=read_parts(env_id, f"{call} reward_parts", turn.info.reward_parts),
-                ),
-            )
-            for turn in episode.turns
-        )
-        outcome = episode.ending.outcome
-        if outcome is not None:
-            outcome = read_reward(env_id, f"{call} outcome", outcome)
-        return replace(episode, turns=turns, ending=replace(episode.ending, outcome=outcome))
-
-    return replace(scored, episodes=tuple(map(parse, scored.episodes)))
-
-
-def read_reward(owner: str, what: str, value: object) -> float:
-    """Returns a reward.
-
-    Raises:
-        EnvironmentContractError: It is not a number that `step` may return.
-    """
-    number: float = _value(owner, what, value, _REWARD)
-    return number
-
-
-def read_parts(owner: str, what: str, value: object) -> dict[str, float]:
-    """Returns numbers by name.
-
-    Raises:
-        EnvironmentContractError: They are something else.
-    """
-    parts: dict[str, float] = _value(owner, what, value, _STEP["reward_parts"])
-    return parts
 
 
 def read_prompt(env: TextEnvironment, info: ResetInfo | None = None) -> Prompt:
@@ -147,9 +89,9 @@ def read_prompt(env: TextEnvironment, info: ResetInfo | None = None) -> Prompt:
     if messages and messages[0].role == "system":
         system, messages = messages[0].content, messages[1:]
     if system is not None:
-        system = _value(name, "system_prompt", system, _TEXT)
+        system = read_value(name, "system_prompt", system, _TEXT)
     tools = attribute(env, "tools", ()) if info.tools is None else info.tools
-    tools = _value(name, "tools", tools, _RESET["tools"])
+    tools = read_value(name, "tools", tools, _RESET["tools"])
     return Prompt(system=system, tools=tools, messages=messages)
 
 
@@ -175,24 +117,29 @@ def declared_score(env_id: str, env: TextEnvironment) -> Score | None:
     """
     score: Score | None = attribute(env, "credit_score", None)
     if score is not None and score not in get_args(Score):
-        raise _fault(env_id, "credit_score", score, f"one of {get_args(Score)}")
+        raise fault(env_id, "credit_score", score, f"one of {get_args(Score)}")
     return score
 
 
-def _value(env_id: str, what: str, value: object, reader: Reader) -> Any:
+def read_value(env_id: str, what: str, value: object, reader: Reader) -> Any:
+    """Reads a value that an environment or a reward gave.
+
+    Raises:
+        EnvironmentContractError: It is not what the reader expects.
+    """
     read, expected = reader
     try:
         return read(value)
     except RefusedError as error:
-        raise _fault(env_id, what, value, f"{expected}; {error}") from None
+        raise fault(env_id, what, value, f"{expected}; {error}") from None
     except _REFUSED:
-        raise _fault(env_id, what, value, expected) from None
+        raise fault(env_id, what, value, expected) from None
 
 
 def _read(env_id: str, method: str, info: object, readers: Mapping[str, Reader]) -> dict[str, Any]:
     """Parses the fields of an `info`; keys without a reader go to `extra`."""
     if not isinstance(info, dict):
-        raise _fault(env_id, f"{method} info", info, "a dict")
+        raise fault(env_id, f"{method} info", info, "a dict")
     read: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     for key, value in info.items():
@@ -201,7 +148,7 @@ def _read(env_id: str, method: str, info: object, readers: Mapping[str, Reader])
             extra[key] = value
             _warn_of_typo(env_id, method, key)
         elif value is not None:
-            read[key] = _value(env_id, f"{method} info[{key!r}]", value, reader)
+            read[key] = read_value(env_id, f"{method} info[{key!r}]", value, reader)
     return {**read, "extra": extra} if extra else read
 
 
@@ -215,7 +162,7 @@ def _reward(value: Any) -> float:
 @lru_cache
 def _warn_of_typo(env_id: str, method: str, key: Any) -> None:
     """Logs that a key of `info` is nearly one that training reads; once for each key."""
-    readers = _RESET if method == "reset()" else _STEP
+    readers = _RESET if method == "reset()" else STEP
     if near := difflib.get_close_matches(str(key), readers, n=1, cutoff=_TYPO):
         logger.warning(
             "%s: %s info has the key %r, which training does not read; do you mean %r?",
@@ -319,7 +266,7 @@ def _tools(value: Any) -> tuple[Tool, ...]:
 _TEXT: Reader = _text, "a str"
 _FLAG = _instance((bool, np.bool_), "a bool", bool)
 _KEY = _instance((str, int, np.integer), "a str or an int")
-_REWARD: Reader = _reward, f"a finite number up to {LARGEST_REWARD:g} in size"
+REWARD: Reader = _reward, f"a finite number up to {LARGEST_REWARD:g} in size"
 _TOKENS = "one finite number per sampled token"
 _CHAT = (
     "messages of user and assistant in turn, assistant last, each with a role and a text, or a "
@@ -337,8 +284,8 @@ _RESET: dict[str, Reader] = {
     "messages": (_messages, _CHAT),
     **_REQUEST,
 }
-_STEP: dict[str, Reader] = {
-    "episodic_reward": _REWARD,
+STEP: dict[str, Reader] = {
+    "episodic_reward": REWARD,
     "success": _FLAG,
     "scored": _FLAG,
     "state_key": _KEY,
@@ -352,7 +299,8 @@ _STEP: dict[str, Reader] = {
 }
 
 
-def _fault(env_id: str, what: str, got: object, expected: str) -> EnvironmentContractError:
+def fault(env_id: str, what: str, got: object, expected: str) -> EnvironmentContractError:
+    """Returns the error for a value that breaks the contract."""
     kind = type(got).__name__
     if isinstance(got, str) and len(got) > 80:
         if len(got) > MAX_OBSERVATION:

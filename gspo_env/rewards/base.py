@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gspo_env.env.info import read_parts, read_reward
+from gspo_env.env.scored import read_parts, read_reward
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.rollout.failures import FaultLog, describe, lost
 from gspo_env.types import Episode, Fault, Group

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from gspo_env.env.base import TextEnvironment, attribute, overrides
-from gspo_env.env.info import parse_scored
 from gspo_env.env.registration import Member, make_env
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.failures import (
@@ -179,6 +178,8 @@ class EnvPool:
         reward = self.group_reward
         if reward is None:
             return group
+        from gspo_env.env.scored import parse_scored
+
         try:
             if inspect.iscoroutinefunction(reward):
                 async with limited("group_reward()", timeout):
