@@ -159,7 +159,8 @@ CONSTANT = {
         "advantage.estimator"
     ),
     "a size whose value chooses no other computation": (
-        "learner.learning_rate learner.warmup_steps learner.max_grad_norm loss.clip_low "
+        "learner.learning_rate learner.warmup_steps learner.max_grad_norm "
+        "learner.imitation_coef learner.imitation_episodes loss.clip_low "
         "loss.clip_high loss.correction_cap loss.tau_pos loss.tau_neg loss.cap loss.k_pos "
         "loss.lambda_pos loss.k_neg loss.lambda_neg loss.mask_low loss.mask_high curriculum.share "
         "curriculum.decay"

@@ -345,7 +345,7 @@ class Run:
             )
             return
         self.kl: list[float] = []
-        losses, norms = [], []
+        losses, norms, imitations = [], [], []
         for part in parts:
             leaves = {n: w.requires_grad_() for n, w in masters.items()}
             rounded = {n: w + (self._rounded({n: w})[n] - w).detach() for n, w in leaves.items()}
@@ -353,7 +353,10 @@ class Run:
             chosen, count = self._choose(step, own, credit)
             loss, observed = self._loss(step, rounded, own, [old[n] for n in part], credit, chosen)
             bonus = self._bonus(rounded, own, chosen, count)
-            (loss + settings["observation_coef"] * observed - bonus).backward()
+            imitation = self._imitation(step, rounded)
+            total = loss + settings["observation_coef"] * observed - bonus
+            (total + settings["imitation_coef"] * imitation).backward()
+            imitations.append(float(imitation))
             gradients = {n: w.grad for n, w in leaves.items() if w.grad is not None}
             norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
             if norm < 1e-3 * self.settings["loss"].get("kl_coef", 0.0):
@@ -374,6 +377,8 @@ class Run:
         if self.kl and "train/kl" in metrics:
             kl = float(np.mean(self.kl))
             self.fault(f"step {step} KL", metrics["train/kl"], kl, self.slack * (0.05 * kl + 1e-10))
+        imitated = metrics.get("train/imitation_loss", 0.0)
+        self.fault(f"step {step} imitation", imitated, float(np.mean(imitations)), bound * 10)
         # the parts of a loss cancel each other: its rounding is that of their size
         size = max(credit.size, abs(loss))
         self.fault(f"step {step} loss", metrics["train/loss"], loss, bound * max(size, 1e-3))
@@ -398,6 +403,17 @@ class Run:
     def _metrics(self, step: int) -> dict[str, float]:
         lines = [line["metrics"] for line in self.losses if line["step"] == step]
         return {name: value for metrics in lines for name, value in metrics.items()}
+
+    def _imitation(self, step: int, leaves: Mapping[str, Tensor]) -> Tensor:
+        """Returns the mean negative log-probability of the tokens that an update imitates."""
+        file = self.folder / f"checkpoints/step-{step:06d}/state.json"
+        state = json.loads(file.read_text())["interleaved"] or {"episodes": []}
+        rows = [sequence for episode in state["episodes"] for sequence in episode]
+        values = self.logprobs(self._whole(leaves), [ids for ids, _ in rows]) if rows else []
+        picked = [
+            lp[torch.tensor(turns[1:]) >= 0] for lp, (_, turns) in zip(values, rows, strict=True)
+        ]
+        return -torch.cat(picked).mean() if picked else torch.zeros((), dtype=torch.float64)
 
     def _adamw(
         self, masters: dict[str, Tensor], gradients: Mapping[str, Tensor]

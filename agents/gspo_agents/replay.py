@@ -54,8 +54,11 @@ _SECTIONS = (
     "tracker.",
     "output.",
 )
-_FIXED = ("learner.lora_", "learner.optimizer", "learner.weight_decay")
-"""Settings of the learner on which the saved state of its optimiser depends."""
+_FIXED = (
+    *("learner.lora_", "learner.optimizer", "learner.weight_decay"),
+    "learner.imitation_episodes",
+)
+"""Settings of the learner on which the saved state depends."""
 _HINT = (
     "in the run; a replay has its episodes, model and optimiser: only advantage, credit, loss and "
     "the learner's learning rate, schedule, minibatches and limits may change"
@@ -172,6 +175,10 @@ class Replay:
                 group["initial_lr"] = rate
             state["scheduler"] |= {"base_lrs": [rate] * len(groups)}
             learner.restore(checkpoint.tensors(), state)
+            if config.learner.imitation != "none":
+                from gspo_env.training.interleaved import Interleaved
+
+                Interleaved(config.learner, learner).restore(numbers.get("interleaved"))
             set_generator_states(numbers["generators"])
         return learner
 

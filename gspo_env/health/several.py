@@ -19,6 +19,11 @@ def check_several(config: Config, *, ranks: bool) -> None:
             f"learner.entropy_share is {config.learner.entropy_share!r} and several ranks train, "
             "which do not compare their tokens; expected 1, or one process"
         )
+    if ranks and config.learner.imitation != "none":
+        raise ConfigError(
+            f"learner.imitation is {config.learner.imitation!r} and several ranks train, of which "
+            "none has the whole gradient; expected 'none', or one process"
+        )
     if ranks and engine == "vllm":
         raise ConfigError(
             f"the engine is {engine!r} and several ranks train: vLLM in the process of a rank "

@@ -141,7 +141,11 @@ def check_changed_files(folder: Path, settings: Mapping[str, Any]) -> list[Findi
 
 def asks_environments(config: Config) -> bool:
     """Returns whether `check_settings` may refuse settings because of an environment."""
-    return config.eval_tasks == "all" or _plays_episodes(config)
+    return (
+        config.eval_tasks == "all"
+        or config.learner.imitation == "expert"
+        or _plays_episodes(config)
+    )
 
 
 def _plays_episodes(config: Config) -> bool:
@@ -173,6 +177,10 @@ def _check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Iter
     for env_id, env in envs.items():
         if config.eval_tasks == "all":
             num_eval_tasks(env_id, env)
+        if config.learner.imitation == "expert":
+            from gspo_env.training.interleaved import check_expert
+
+            check_expert(env_id, env)
         if attribute(env, "gives_reward", None) is False:
             key = "rewards" if len(envs) == 1 else f"{env_id}.rewards"
             yield Finding(

@@ -114,6 +114,8 @@ class Learner:
         self.tokens: dict[tuple[int, int], TokenValues] = {}
         """The values of the tokens of the last update, for the episodes to keep."""
         self._policy_is_reference = adapter_is_zero(self.policy)
+        self.further: Callable[[], None] | None = None
+        """Adds a further gradient to that of each minibatch; None if there is none."""
         self.entropy: EntropyControl | None = None
         """None if the objective has no entropy."""
         if config.entropy_coef or config.entropy_target:
@@ -295,7 +297,10 @@ class Learner:
             BatchError: The loss is not a scalar with a gradient.
             TrainingError: A sequence alone does not fit into memory.
         """
-        return self._in_memory(minibatch, self._backward_rows)
+        passes = self._in_memory(minibatch, self._backward_rows)
+        if self.further is not None:
+            self.further()
+        return passes
 
     def _backward_rows(self, minibatch: Minibatch) -> list[PassStats]:
         split_rows = self._score_split_episodes(minibatch)
@@ -491,15 +496,24 @@ class Learner:
             BatchError: No sample has a model token.
             TrainingError: `max_skipped_steps` steps in a row were skipped.
         """
-        minibatch = self._minibatch(with_model_tokens(samples), first=True)
-        self._in_memory(minibatch, self._imitate_rows)
-        loss = self._total(self._losses)
+        loss = self.add_imitation(samples)
         self.step()
         return loss
 
-    def _imitate_rows(self, minibatch: Minibatch) -> None:
+    def add_imitation(self, samples: Sequence[Sample], weight: float = 1.0) -> float:
+        """Adds the gradient of `weight` times the mean loss of `imitate`; returns that mean.
+
+        Raises:
+            BatchError: No sample has a model token.
+        """
+        minibatch = self._minibatch(with_model_tokens(samples), first=True)
+        count = len(self._losses)
+        self._in_memory(minibatch, partial(self._imitate_rows, weight=weight))
+        return self._total(self._losses[count:]) / weight
+
+    def _imitate_rows(self, minibatch: Minibatch, weight: float) -> None:
         def imitate(n: int, scorer: Scorer) -> None:
             logprobs_N = scorer(minibatch.microbatches[n].row)[0].logprobs_N
-            self._add_gradient(-logprobs_N.sum() / minibatch.tokens)
+            self._add_gradient(-weight * logprobs_N.sum() / minibatch.tokens)
 
         self._each_row(minibatch, imitate)

@@ -58,6 +58,13 @@ class LearnerConfig:
     the weight as it is."""
     entropy_share: Annotated[float, Gt(0), Le(1)] = 1.0
     """Share of the tokens, those of the highest entropy, on which the policy is trained."""
+    imitation: Literal["none", "expert", "kept"] = "none"
+    """Whose episodes are imitated in each optimiser step: those of the environment's expert on
+    tasks of the update, or the policy's own successes. See `gspo_env.training.interleaved`."""
+    imitation_coef: Annotated[float, Gt(0)] = 0.1
+    """Weight of the mean negative log-probability of the imitated tokens."""
+    imitation_episodes: Annotated[int, Ge(1)] = 8
+    """Episodes of an update that are imitated, at most one of a group."""
     lora_rank: Annotated[int, Ge(0)] = 0
     """Rank of a LoRA adapter; 0 trains every weight."""
     lora_alpha: Annotated[float, Ge(0)] = 0.0

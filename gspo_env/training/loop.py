@@ -33,6 +33,7 @@ from gspo_env.training.split import Split
 from gspo_env.types import FloatArray, Group, Score, Task
 
 if TYPE_CHECKING:
+    from gspo_env.training.interleaved import Interleaved
     from gspo_env.training.resume import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ class Loop:
     """The estimator of the config, bound to its teacher if it has one."""
     scores: Scores = field(init=False)
     """Which rewards the estimator learns from, in each environment."""
+    imitation: Interleaved | None = None
+    """What updates imitate; None if nothing."""
     step: int = 0
     """Steps that are done."""
     episodes_played: float = 0.0
@@ -112,6 +115,10 @@ class Loop:
             config.curriculum, self.weights, config.seed, config.tasks_per_step
         )
         self.buffer = RolloutBuffer(config, playing, self.tasks, self.scores, self.split.held_out)
+        if config.learner.imitation != "none":
+            from gspo_env.training.interleaved import Interleaved
+
+            self.imitation = Interleaved(config.learner, self.learner)
 
     @property
     def complete(self) -> bool:
@@ -161,6 +168,8 @@ class Loop:
         samples, places = to_train(groups, credit.advantages, keep_cut, self.step)
         recorded = self.reporter.groups_to_keep(len(groups))
         numbers = {n: place for n, place in enumerate(places) if place[0] in recorded}
+        if self.imitation is not None:
+            await self.imitation.prepare(groups, self.collector)
         if not self.buffer.ahead:
             await self.collector.engine.sleep()
         tokens: Tokens = {}
@@ -179,6 +188,8 @@ class Loop:
             with part("update"):
                 metrics |= await self.buffer.run(update)
             tokens = {(*numbers[n], turn): v for (n, turn), v in self.learner.tokens.items()}
+            if self.imitation is not None:
+                metrics |= self.imitation.metrics()
         metrics |= credit.metrics() | await sync(step)
         self.buffer.advance(step)
         if self.writer:
@@ -248,6 +259,7 @@ class Loop:
             "history": list(self.history),
             "curriculum": dict(self.tasks.seen),
             "score": self.scores.state(),
+            "interleaved": self.imitation and self.imitation.state(),
             "buffer": self.buffer.state(),
             "generators": generator_states(),
         }
@@ -272,6 +284,8 @@ class Loop:
         self.tasks.seen = dict(state["curriculum"])
         self.buffer.restore(state["buffer"], self.step)
         self.scores.restore(state["score"])
+        if self.imitation is not None:
+            self.imitation.restore(state["interleaved"])
         self.learner.restore(checkpoint.tensors(), state["learner"])
         set_generator_states(state["generators"])
 

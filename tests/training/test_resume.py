@@ -44,6 +44,10 @@ WAYS = {
         "learner": {"lora_rank": 2},
         "curriculum": {"name": "ladder", "option": "size", "values": [1, 2, 3], "success": 0.0},
     },
+    "imitation of the expert, LoRA": {
+        "learner": {"lora_rank": 2, "imitation": "expert", "imitation_episodes": 2},
+    },
+    "imitation of its own successes": {"learner": {"imitation": "kept", "imitation_episodes": 2}},
     "one minibatch, constant, outcomes that use the global generators": {
         "learner": {"minibatches": 1, "schedule": "constant"},
         "env_kwargs": {"noise": 1.0},
@@ -100,6 +104,8 @@ def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(way, tmp_path
     history = whole.train()
     best = max(m["eval/success"] for _, m in history if "eval/success" in m)
     assert any(m.get("train/grad_norm", 0) > 0 for _, m in history)
+    if "imitation" in way:
+        assert sum(m.get("train/imitation_loss", 0) > 0 for _, m in history) >= 3
     if "compaction" in WAYS[way]:
         assert all(m.get("rollout/forks/compacted", 1) > 0 for _, m in history)
     for step in (0, 3) if way == "full" else (2,):
