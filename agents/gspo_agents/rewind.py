@@ -17,6 +17,7 @@ from gspo_agents.replay import Replay, Update
 from gspo_agents.setup import start_engine
 from gspo_agents.whatif import Advantages, effect, gradient
 from gspo_env.batch.sample import to_samples
+from gspo_env.chat.messages import read_messages
 from gspo_env.config import Config
 from gspo_env.env.base import StepResult, TextEnvironment
 from gspo_env.errors import ConfigError, RolloutError
@@ -30,7 +31,7 @@ from gspo_env.rollout.pool import make_member
 from gspo_env.rollout.scripted import ScriptedEngine
 from gspo_env.runs.effects import Effect
 from gspo_env.training.resume import read_checkpoint
-from gspo_env.types import Episode, FloatArray, Group, StopReason
+from gspo_env.types import Episode, FloatArray, Group, Message, StopReason
 
 By = Literal["policy", "expert", "kept"]
 """Who acts: the policy, the environment's demonstrator, or the kept episode again."""
@@ -110,7 +111,8 @@ class Rewind:
 
         Args:
             action: Another action in the turn.
-            result: Another answer of the environment to it; its state is not changed.
+            result: Another answer of the environment to it; its state is not changed. Of one that
+            answers with whole conversations, the text of the last message.
             reward: Another reward of the turn; on the last turn also the `episodic_reward`.
             by: Who acts from the turn on, or after it if its action is edited.
             times: The number of episodes.
@@ -248,28 +250,45 @@ class _Edit:
 
 
 class _EditedEnv(gymnasium.Wrapper[str, str, str, str]):
-    """Changes what one step returns."""
+    """Changes what one step returns.
+
+    An environment may answer with its whole conversation: then the last message is changed, also
+    in the conversations after it, in which the environment has its own message.
+    """
 
     def __init__(self, env: TextEnvironment, edit: _Edit) -> None:
         super().__init__(env)
         self.edit, self.edits_next = edit, False
+        self.answer: tuple[int, list[Message]] = 0, []
+        """The place of the environment's own answer in its conversation, with the action before."""
 
     def step(self, action: str) -> StepResult:
         observation, reward, terminated, truncated, info = super().step(action)
+        if self.edit.result is not None and info.get("messages"):
+            info = info | {"messages": self._edited(read_messages(info["messages"]))}
         if not self.edits_next:
             return observation, float(reward), terminated, truncated, info
         self.edits_next, edit = False, self.edit
-        if edit.result is not None and info.get("messages"):
-            raise ConfigError(
-                "result is given, and the environment answers with the whole conversation; "
-                "expected an environment whose answer is its observation"
-            )
         if edit.reward is not None:
             reward = edit.reward
             if info.get("episodic_reward") is not None:
                 info = info | {"episodic_reward": reward}
         text = observation if edit.result is None else edit.result
         return text, float(reward), terminated, truncated, info
+
+    def _edited(self, messages: list[Message]) -> list[Message]:
+        """Returns a conversation with the edited answer, also where it has moved up."""
+        last = len(messages) - 1
+        if self.edits_next:
+            self.answer = last, messages[last - 1 :]
+        place, pair = self.answer
+        places = [
+            n for n in range(last + 1) if pair and messages[n - len(pair) + 1 : n + 1] == pair
+        ]
+        if places:
+            place = place if place in places else places[-1]
+            messages[place] = replace(messages[place], content=str(self.edit.result))
+        return messages
 
 
 def _policy(policy: EnginePolicy, engine: ScriptedEngine) -> Then:

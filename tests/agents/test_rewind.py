@@ -1,6 +1,7 @@
 """A kept episode is live again at a turn, is played on in another way, and changes its update."""
 
 import io
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +117,64 @@ def test_another_action_result_and_reward_reach_the_policy_and_the_update(run, m
     turns[turn] = replace(turns[turn], reward=-9.0)
     punished = rewind.update(replace(episode, turns=tuple(turns)))
     assert punished.edited_change[turn] < difference.edited_change[turn]
+
+
+PROGRAM = """
+import json
+import urllib.request
+
+
+def talk(task, base_url, api_key):
+    messages = [{"role": "user", "content": task["question"]}]
+    for n in range(3):
+        body = json.dumps({"messages": messages}).encode()
+        head = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(base_url + "/chat/completions", body, head)
+        with urllib.request.urlopen(request) as answer:
+            said = json.load(answer)["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": said})
+        messages.append({"role": "user", "content": f"own {n}"})
+        messages = messages[-4:] if task["forgets"] else messages
+    return len(said) % 5 / 4
+"""
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_result_is_edited_where_an_environment_answers_with_whole_conversations(
+    forgets, tmp_path, in_folder
+):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    rows = [{"question": f"say {n}", "forgets": forgets} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    kwargs = {"program": "program.py:talk", "data": "rows.jsonl"}
+    settings = {"steps": 1, "eval_every": 0, "eval_tasks": 2, "episodes": {"keep_batches": "all"}}
+    settings |= {"rollout": {"group_size": 2, "max_turn_tokens": 4}, "tasks_per_step": 2}
+    GSPOAgent(config=talks(env="gspo/Program-v0", env_kwargs=kwargs, **settings)).train()
+    groups = GSPOAgent.replay("run").batch.groups
+    place = next(
+        (p, g)
+        for p, group in enumerate(groups)
+        for g, e in enumerate(group.episodes)
+        if len(e.turns) == 3
+    )
+    rewind = GSPOAgent.rewind("run", episode=place, turn=1)
+    (episode,) = rewind.play(result="edited", by="kept")
+    prompts = [conversation(rewind, episode, k) for k in range(3)]
+    assert "edited" in prompts[1]
+    assert "own 0" not in prompts[1] + prompts[2]
+    assert "edited" in prompts[2]
+    assert "own 1" in prompts[2]
+    assert episode.turns[1].observation == "edited"
+    assert rewind.update(episode).effects["edited"].norm >= 0
+
+
+def conversation(rewind, episode, k):
+    """All that the policy has read before its turn k."""
+    ids, turn = [], episode.turns[k]
+    while turn is not None:
+        ids = [*turn.prompt_ids, *turn.action_ids, *ids]
+        turn = episode.turns[turn.parent] if turn.parent is not None else None
+    return rewind.batch.chat.decode(ids)
 
 
 def test_an_environment_that_does_not_repeat_is_refused_with_the_reason(run, monkeypatch):
