@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gspo_env.recipes.build import build_model, build_tokenizer
@@ -147,42 +148,71 @@ def test_faults_of_public_reports_are_found_in_trl(make_trainer):
         assert name in judged(make_trainer, batch), kind.__name__
 
 
-def test_traces_of_verifiers_are_read():
+def traced(vf, model, seed, reward, ok=True):
+    """An episode of verifiers with two turns, whose log-probabilities are the model's."""
+    import torch
+
+    ids = [5, 6, *np.random.default_rng(seed).integers(2, 40, 7).tolist()]
+    with torch.no_grad():
+        scores = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    values = [0.0, *scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()]
+
+    def said(parent, start, end):
+        return vf.MessageNode(
+            parent=parent,
+            message=vf.AssistantMessage(content="4"),
+            sampled=True,
+            token_ids=ids[start:end],
+            mask=[False, *[True] * (end - start - 1)],
+            logprobs=values[start + 1 : end],
+            advantages=[reward - 0.5] * (end - start - 1),
+        )
+
+    def asked(parent, start, end):
+        message, mask = vf.UserMessage(content="2 + 2?"), [False] * (end - start)
+        return vf.MessageNode(parent=parent, message=message, token_ids=ids[start:end], mask=mask)
+
+    nodes = [asked(None, 0, 2), said(0, 2, 5), asked(1, 5, 6), said(2, 6, 9)]
+    task = vf.TraceTask(type="T", data=vf.TaskData(prompt="2 + 2?"), key="a", hash="a")
+    agent = vf.AgentInfo(config=vf.AgentConfig())
+    trace = vf.Trace(task=task, agent=agent, nodes=nodes, ok=ok)
+    trace.record_reward("right", reward)
+    return vf.Episode(task=task, traces=[trace], ok=ok)
+
+
+def test_traces_of_verifiers_are_read_and_faults_of_public_reports_are_found_in_them():
     import verifiers.v1 as vf
 
     from gspo_env.verify.from_verifiers import from_verifiers
 
-    def episode(reward, ok, extra=()):
-        asked = vf.UserMessage(content="2 + 2?")
-        said = vf.AssistantMessage(content="4")
-        nodes = [
-            vf.MessageNode(parent=None, message=asked, token_ids=[5, 6], mask=[False, False]),
-            vf.MessageNode(
-                parent=0,
-                message=said,
-                sampled=True,
-                token_ids=[7, 8, 9],
-                mask=[False, True, True],
-                logprobs=[-0.5, -0.1, *extra],
-                advantages=[reward - 0.5, reward - 0.5],
-            ),
-        ]
-        task = vf.TraceTask(type="T", data=vf.TaskData(prompt="2 + 2?"), key="a", hash="a")
-        agent = vf.AgentInfo(config=vf.AgentConfig())
-        trace = vf.Trace(task=task, agent=agent, nodes=nodes, ok=ok)
-        trace.record_reward("right", reward)
-        return vf.Episode(task=task, traces=[trace], ok=ok)
+    model, other = (build_model(Tiny(hidden_size=16), 64, 1, seed).eval() for seed in (0, 1))
 
-    batch = from_verifiers([episode(1.0, True), episode(0.0, True)], "dr_grpo")
-    assert {f.name for f in verify(batch) if not f.ok} == set()
-    assert [row.mask for row in batch.rows] == [[0, 0, 0, 1, 1]] * 2
-    assert batch.rows[0].logprobs == [None, None, None, -0.5, -0.1]
-    lost = from_verifiers([episode(1.0, True), episode(0.0, False)], "dr_grpo")
-    assert "failed" in {f.name for f in verify(lost) if not f.ok}
+    def names(*episodes):
+        batch = from_verifiers(episodes, "dr_grpo")
+        return {f.name for f in verify(batch, model=model) if not f.ok}
+
+    def pair(sampler=model):
+        return traced(vf, sampler, 1, 1.0), traced(vf, sampler, 2, 0.0)
+
+    assert names(*pair()) == set()
+    batch = from_verifiers(pair(), "dr_grpo")
+    assert [row.mask for row in batch.rows] == [[0, 0, 0, 1, 1, 0, 0, 1, 1]] * 2
+    assert batch.rows[0].logprobs[:3] == [None] * 3
+    assert "failed" in names(pair()[0], traced(vf, model, 2, 0.0, ok=False))
+    assert "logprobs_other_weights" in names(*pair(other))
+    one, two = pair()
+    assert "duplicates" in names(one, two, one)
+    for node in (n for e in (one, two) for n in e.traces[0].nodes if n.sampled):
+        node.logprobs = [*node.logprobs[1:], -1.0]
+    assert names(one, two) & {"logprobs_shifted", "logprobs_other_weights"}
+    one, two = pair()
+    for node in (n for n in one.traces[0].nodes if n.sampled):
+        node.advantages = [-0.5, -0.5]
+    assert "advantages" in names(one, two)
 
 
 def test_the_form_of_verl_is_read(make_trainer):
-    """A `DataProto` has these tensors; verl itself is not installed here."""
+    """A `DataProto` has these tensors; test_verify_verl.py has those of verl itself."""
     from types import SimpleNamespace
 
     import torch
