@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -231,8 +233,8 @@ class ContainerSession(SandboxSession):
             limit = seconds + _GRACE_SECONDS
             result = collect(process, status, limit, self._settings.output_kib, False)
         code, stopped = result.exit_code, result.stopped
-        if code is not None and code >= 125:
-            self._check(result.stderr)
+        if code is not None and (code >= 125 or result.stderr.startswith("Error")):
+            self._check(result.stderr)  # docker's client ends with 1 where there is no container
             if code == 137 and result.seconds >= seconds:
                 code, stopped = None, Stop.TIME
         return SandboxResult(
@@ -448,7 +450,15 @@ def image_files(program: str, image: str, folder: str) -> bytes:
         raise SandboxUnavailableError(
             f"{program} can't read {folder} of {image!r}: {_last(created)}"
         )
-    return done.stdout
+    buffer = io.BytesIO()
+    with (
+        tarfile.open(fileobj=io.BytesIO(done.stdout)) as source,
+        tarfile.open(fileobj=buffer, mode="w") as archive,
+    ):
+        for entry in source:  # docker lists the folder itself, which is not the user's to change
+            if os.path.normpath(entry.name) != ".":
+                archive.addfile(entry, source.extractfile(entry) if entry.isreg() else None)
+    return buffer.getvalue()
 
 
 @functools.cache

@@ -1,12 +1,13 @@
 """The jail and containers as sandboxes for several commands: the same promises of both."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
-from support.containers import IMAGE, require_image
+from support.containers import IMAGE, PROGRAM, require_image
 from support.jails import eventually, program, require_isolation, run_python
 
 from gspo_env.errors import ConfigError, EnvironmentCrashError, SandboxUnavailableError
@@ -14,17 +15,17 @@ from gspo_env.sandbox import Sandbox, Stop, find_missing_for_commands
 from gspo_env.sandbox.containers import Containers, build, call, read_containers
 from gspo_env.sandbox.session import pack
 
-PODMAN = pytest.param("podman", marks=pytest.mark.containers)
+CONTAINER = pytest.param("container", marks=pytest.mark.containers)
 FOLDERS = ("/app", "/logs")
 
 
 def containers(**limits):
-    return Containers(image=require_image(), **limits)
+    return Containers(image=require_image(), program=PROGRAM, **limits)
 
 
-@pytest.fixture(params=["jail", PODMAN])
+@pytest.fixture(params=["jail", CONTAINER])
 def box(request):
-    if request.param == "podman":
+    if request.param == "container":
         return containers(processes=32, disk_mib=8)
     require_isolation(find_missing_for_commands())
     return Sandbox(cpu_seconds=60, memory_mib=512, processes=32, disk_mib=8)
@@ -124,15 +125,16 @@ def test_a_command_in_a_container_reaches_one_address():
 
 
 def of_process(pid):
-    listed = call("podman", "ps", "--all", "--format", "{{.ID}} {{.Labels}}").stdout
-    return [row for row in listed.splitlines() if f"gspo-env:{pid}-" in row]
+    listed = call(PROGRAM, "ps", "--all", "--format", "{{.ID}} {{.Labels}}").stdout
+    return [row for row in listed.splitlines() if re.search(f"gspo-env[:=]{pid}-", row)]
 
 
 @pytest.mark.containers
-def test_a_container_that_is_ended_from_outside_is_a_crash_and_nothing_is_left():
+@pytest.mark.parametrize("command", [["kill"], ["rm", "--force"]])
+def test_a_container_that_is_ended_from_outside_is_a_crash_and_nothing_is_left(command):
     opened = containers().open()
     (row,) = of_process(os.getpid())
-    call("podman", "kill", row.split()[0])
+    call(PROGRAM, *command, row.split()[0])
     with pytest.raises(EnvironmentCrashError, match="ended from outside"):
         shell(opened, "echo")
     opened.stop()
@@ -144,7 +146,7 @@ import os, signal, sys
 from gspo_env.sandbox import containers
 if not guarded:
     containers._sweeper = lambda *_: None
-box = containers.Containers(image=image)
+box = containers.Containers(image=image, program=program)
 opened = [box.open(), box.open()]
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -154,12 +156,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("guarded", [True, False])
 def test_nothing_is_left_of_a_trainer_that_was_killed(guarded):
     """By the guard of the trainer; where that was killed too, at the next start."""
-    code = program(KILLED, image=require_image(), guarded=guarded)
+    code = program(KILLED, image=require_image(), guarded=guarded, program=PROGRAM)
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         process.wait()
     if not guarded:
         assert len(of_process(process.pid)) == 2
-        check = "from gspo_env.sandbox.containers import *; remove_leftovers('podman')"
+        check = f"from gspo_env.sandbox.containers import *; remove_leftovers({PROGRAM!r})"
         assert "removing 2 containers" in run_python("-c", check).stderr
     assert eventually(lambda: of_process(process.pid) == [])
 
@@ -169,26 +171,26 @@ def test_an_image_is_built_once_without_a_network_and_a_missing_base_is_named(tm
     require_image()
     (tmp_path / "x").write_text("1")
     (tmp_path / "Dockerfile").write_text(f"FROM {IMAGE}\nWORKDIR /app\nCOPY x .\n")
-    name = build("podman", tmp_path, "Test one")
-    assert build("podman", tmp_path, "Test one") == name
+    name = build(PROGRAM, tmp_path, "Test one")
+    assert build(PROGRAM, tmp_path, "Test one") == name
     (tmp_path / "x").write_text("2")
-    other = build("podman", tmp_path, "Test one")
+    other = build(PROGRAM, tmp_path, "Test one")
     assert other != name
-    call("podman", "rmi", name, other)
+    call(PROGRAM, "rmi", name, other)
     for line, message in (
-        ("FROM nowhere.invalid/base:1", "podman pull nowhere.invalid/base:1"),
+        ("FROM nowhere.invalid/base:1", f"{PROGRAM} pull nowhere.invalid/base:1"),
         (f"FROM {IMAGE}\nRUN bash -c 'exec 3<>/dev/tcp/1.1.1.1/53'", "without a network"),
     ):
         (tmp_path / "Dockerfile").write_text(line)
         with pytest.raises(SandboxUnavailableError, match=message):
-            build("podman", tmp_path, "Test two")
+            build(PROGRAM, tmp_path, "Test two")
 
 
 @pytest.mark.containers
 def test_a_missing_image_is_refused_before_and_lost_during_a_run():
     require_image()
-    box = Containers(image="localhost/none:1")
-    with pytest.raises(SandboxUnavailableError, match="podman pull localhost/none:1"):
+    box = Containers(image="localhost/none:1", program=PROGRAM)
+    with pytest.raises(SandboxUnavailableError, match=f"{PROGRAM} pull localhost/none:1"):
         box.check()
     with pytest.raises(EnvironmentCrashError, match="localhost/none:1"):
         box.open()
