@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.containers import IMAGE, require_image
+from support.containers import IMAGE, PROGRAM, require_image
 from support.jails import require_isolation, run_python
 
 from gspo_env import make_env
@@ -16,7 +16,7 @@ from gspo_env.sandbox import find_missing_for_commands
 from gspo_env.sandbox.containers import call
 from gspo_env.tools.tool import format_tool_call
 
-PODMAN = pytest.param("podman", marks=pytest.mark.containers)
+CONTAINER = pytest.param(PROGRAM, marks=pytest.mark.containers)
 TOML = """
 [metadata]
 difficulty = "easy"
@@ -57,9 +57,9 @@ def tasks(tmp_path):
     return tmp_path
 
 
-@pytest.fixture(params=["jail", PODMAN])
+@pytest.fixture(params=["jail", CONTAINER])
 def env(request, tasks):
-    if request.param == "podman":
+    if request.param == PROGRAM:
         require_image()
     else:
         require_isolation(find_missing_for_commands())
@@ -138,12 +138,19 @@ python3 -c 'import usercustomize'"""
     assert info["episodic_reward"] == 0.0
 
 
+def test_tests_that_print_much_are_scored_by_their_reward(env, tasks):
+    for task in ("lines", "words"):
+        flood = "head -c 9000000 /dev/zero; sleep 1; echo 1 >/logs/verifier/reward.txt"
+        (tasks / task / "tests/test.sh").write_text(flood)
+    assert play(env)[1]["episodic_reward"] == 1.0
+
+
 @pytest.mark.containers
 def test_a_container_that_is_killed_is_a_lost_episode(tasks):
     require_image()
-    env = make_env("gspo/Harbor-v0", folder=tasks, held_out=0.0).unwrapped
+    env = make_env("gspo/Harbor-v0", folder=tasks, sandbox=PROGRAM, held_out=0.0).unwrapped
     env.reset(seed=0)
-    call("podman", "kill", env._session._name)
+    call(PROGRAM, "kill", env._session._name)
     with pytest.raises(EnvironmentCrashError, match="ended from outside"):
         env.step(format_tool_call("run", {"command": "ls"}))
     env.reset(seed=1)
@@ -163,6 +170,7 @@ JSON = "echo '{}' >/logs/verifier/reward.json"
         ("echo 1.0 >/logs/verifier/reward.txt", 1.0, None),
         ("echo nan >/logs/verifier/reward.txt", "finite", None),
         (JSON.format("[1]"), "reward of 'lines'", None),
+        (JSON.format('{"reward": "much"}'), "reward of 'lines'", None),
     ],
 )
 def test_what_the_tests_write_is_the_outcome(test, reward, parts, tasks):
@@ -210,7 +218,9 @@ def test_a_task_that_cannot_be_used_is_refused_in_one_sentence(files, message, t
     assert made.unwrapped.num_tasks == 1
 
 
-@pytest.mark.parametrize("name", ["task.toml", "instruction.md", "solution/solve.sh"])
+@pytest.mark.parametrize(
+    "name", ["task.toml", "instruction.md", "solution/solve.sh", "tests/test.sh"]
+)
 def test_a_task_that_links_to_a_file_of_this_machine_is_refused(name, tasks, tmp_path_factory):
     secret = tmp_path_factory.mktemp("home") / "secret"
     secret.write_text("[agent]")
@@ -218,6 +228,23 @@ def test_a_task_that_links_to_a_file_of_this_machine_is_refused(name, tasks, tmp
     (tasks / "words" / name).symlink_to(secret)
     with pytest.raises(ConfigError, match=f"{name} of 'words' links to a file outside"):
         make_env("gspo/Harbor-v0", folder=tasks, sandbox="jail")
+
+
+def test_a_folder_of_tests_that_links_outside_of_its_task_is_refused(tasks):
+    shutil.rmtree(tasks / "words/tests")
+    (tasks / "words/tests").symlink_to(tasks / "lines/tests")
+    with pytest.raises(ConfigError, match=r"tests/test\.sh of 'words' links to a file outside"):
+        make_env("gspo/Harbor-v0", folder=tasks, sandbox="jail")
+
+
+def test_a_task_whose_folder_has_spaces_and_letters_beyond_ascii_is_played(tasks):
+    require_isolation(find_missing_for_commands())
+    (tasks / "lines").rename(tasks / "zählé lines")
+    env = make_env("gspo/Harbor-v0", folder=tasks / "zählé lines", sandbox="jail").unwrapped
+    env.reset(seed=0)
+    env.step(env.expert_action())
+    assert env.step("Done.")[4]["success"]
+    env.close()
 
 
 def test_an_empty_solution_is_an_empty_command(tasks):

@@ -75,7 +75,8 @@ def _read_task(folder: Path) -> HarborTask:
     for name in ("instruction.md", "tests/test.sh"):
         if not (folder / name).is_file():
             raise ConfigError(f"Harbor: the task {folder.name!r} has no {name}.")
-    for name in ("task.toml", "instruction.md", "solution/solve.sh", "environment/Dockerfile"):
+    files = ("task.toml", "instruction.md", "solution/solve.sh", "tests/test.sh")
+    for name in (*files, "environment/Dockerfile"):
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"Harbor: {name} of {folder.name!r} links to a file outside of it.")
     if (folder / "instruction.md").stat().st_size > _LONGEST:
