@@ -509,10 +509,11 @@ def case_server_outage(folder: Path) -> str:
             tracking.kill()
             time.sleep(3)
             tracking.start()
-        # on a busy machine the training may end before the server is back
+        # on a busy machine the training may end before the server is back, which is slow at first
         waits = "mlflow has not received" in training.wait().expect(0).output
         if waits:
-            run("sync", folder / "run").expect(0)
+            patient = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "120"}
+            run("sync", folder / "run", prepare=lambda: os.environ.update(patient)).expect(0)
         points = check_points(tracking.uri, folder / "run", "two outages")
     return f"{points} points, each on the server once" + " after `sync`" * waits
 

@@ -351,7 +351,7 @@ def read_bounded(path: Path, max_bytes: int) -> pa.Table:
         chunks = [[group.column(n) for n in range(group.num_columns)] for group in groups]
         values = sum(chunk.num_values for group in chunks for chunk in group)
         largest = max((sum(c.total_uncompressed_size for c in g) for g in chunks), default=0)
-        if values * _VALUE_BYTES > most or largest > max_bytes:
+        if values * _VALUE_BYTES > most or largest > min(most, max_bytes):
             raise ValueError(
                 f"it unpacks to more than {most:,} bytes: it has {values:,} values, of up to "
                 f"{largest:,} bytes together"
