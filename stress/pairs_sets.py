@@ -69,9 +69,9 @@ SETS = {
     ),
     "ray": Rows(
         {
-            "a judge, compaction and staleness": {
+            "a judge and staleness": {
                 "engine": _servers(), "rollout.workers": "ray:2", "env": "Judged",
-                "compaction": _SUMMARY, "rollout.max_context": 60, "supply.max_staleness": 1,
+                "supply.max_staleness": 1, "loss.kl_coef": 0.05,
             },
             "processes, resampling and an adapter alone": {
                 "engine": _servers(adapter_only=True), "rollout.workers": "ray:2",
