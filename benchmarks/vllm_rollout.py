@@ -1,6 +1,7 @@
 """Compares a rollout with the `vllm` engine with the offline `generate` of vLLM.
 
     python benchmarks/vllm_rollout.py [--model smollm2] [--rounds 3]
+    python benchmarks/vllm_rollout.py --cache 96
 
 64 episodes run at the same time. Environments answer at once, or their steps sleep 50 ms. There are
 two workloads: actions of about 64 tokens from a model with random weights, and actions of about 4
@@ -8,6 +9,10 @@ tokens in the look-up environment, where a turn ends before a batch has formed. 
 vLLM the prompts and lengths of all turns at once: the same prompts, lengths and concurrency, but no
 environment and no waiting for earlier turns. All measurements alternate in this process. A model of
 `--model` takes four turns of at most 48 tokens.
+
+`--cache` gives vLLM a cache of so many blocks of 32 tokens, and compares fixed concurrencies with
+`--engine.follow-cache True`. It exits with 1 if the latter preempts a request, or if it is more
+than 5 % slower than the fastest fixed number (median of the pairs).
 """
 
 from __future__ import annotations
@@ -16,10 +21,12 @@ import argparse
 import asyncio
 import dataclasses
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 from common import ENV, LIMITS, Player, alternate, make_player, seconds, show
@@ -42,6 +49,8 @@ from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import Episode, Task
 
 FLIGHT = 64
+FIXED = (4, 8, 16, 32, 64)
+"""Concurrencies that are compared with the rule."""
 CONFIG = VLLM(enforce_eager=True)
 PAUSE = 0.05
 
@@ -160,11 +169,50 @@ def measure(
     engine.close()
 
 
+def measure_cache(player, limits: RolloutConfig, blocks: int, episodes: int, rounds: int) -> bool:
+    """Prints the rates and preemptions with a small cache; returns whether the rule is good."""
+    config = dataclasses.replace(
+        CONFIG, follow_cache=True, engine_args={"num_gpu_blocks_override": blocks}
+    )
+    engine = VLLMEngine(player.model, config, max_slots=FLIGHT, max_context=limits.max_context)
+    rule, preemptions = engine._cache_limit, dict.fromkeys((*FIXED, FLIGHT + 1), 0)
+    scheduler = engine._engine.engine_core.engine_core.scheduler
+    preempt = scheduler._preempt_request
+
+    def run(flight: int) -> float:
+        def counted(*args, **options):
+            preemptions[flight] += 1
+            return preempt(*args, **options)
+
+        scheduler._preempt_request = counted
+        engine._cache_limit = rule if flight > FLIGHT else None
+        at_once = dataclasses.replace(limits, concurrency=min(flight, FLIGHT))
+        kept: list[Episode] = []
+        taken = seconds(
+            lambda: kept.extend(
+                play(engine, player.chat, "bench/FourTurns-v0", at_once, episodes, 0.0)
+            )
+        )
+        return sum(e.model_tokens for e in kept) / taken
+
+    rates = alternate(rounds, *(lambda n=n: run(n) for n in preemptions))
+    engine.close()
+    best = max(rates[:-1], key=median)
+    print(f"{episodes} episodes, {blocks} blocks of 32 tokens")
+    for flight, values in zip(preemptions, rates, strict=True):
+        name = "follows the cache" if flight > FLIGHT else f"{flight} at once"
+        show(f"{name}, {preemptions[flight]} preemptions", values, "sampled tokens/s")
+    ratio = median(own / fixed for own, fixed in zip(rates[-1], best, strict=True))
+    print(f"    {ratio:.2f} of the fastest fixed number")
+    return ratio >= 0.95 and not preemptions[FLIGHT + 1]
+
+
 def main() -> None:
     """Runs the workloads of the default model, or that of a real one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cache", type=int, default=0, metavar="BLOCKS")
     arguments = parser.parse_args()
     four, rounds = "bench/FourTurns-v0", arguments.rounds
     if arguments.model:
@@ -176,6 +224,8 @@ def main() -> None:
     fresh = make_player(steps=0)
     fresh = dataclasses.replace(fresh, chat=ManyEnds(fresh.tokenizer))
     long = RolloutConfig(concurrency=FLIGHT, max_turn_tokens=400, max_context=2048)
+    if arguments.cache:
+        sys.exit(not measure_cache(fresh, long, arguments.cache, 256, rounds))
     measure("actions of about 64 tokens", fresh, four, long, 512, rounds)
     limits = RolloutConfig(concurrency=FLIGHT, **LIMITS)
     measure("look-up", make_player(steps=200), ENV, limits, 256, rounds)

@@ -246,6 +246,43 @@ def test_a_server_that_somebody_started_again_without_the_adapter_is_not_used(st
     assert engine.servers_lost == 1
 
 
+def most_at_once(server):
+    with server.client(5.0) as http:
+        return int(http.get("/metrics").text.split("most ")[1])
+
+
+@pytest.mark.parametrize("mute", [False, True])
+def test_requests_follow_the_caches_of_servers_also_when_one_dies(start, mute):
+    settings = {"follow_cache": True, "engine_args": {"num_gpu_blocks_override": 3}}
+    engine = start(replicas=2, max_server_restarts=0, **settings)
+    if mute:
+        fault(engine, "mute", 1000)
+
+    async def kill():
+        os.kill(engine.pids[0], signal.SIGKILL)
+
+    async def play():
+        done = await ask_long(engine, 12, kill())
+        assert {each.token_ids for each in done} == {(in_folder(engine),) * 90}
+        assert await ask(engine, 4) == [in_folder(engine)] * 4
+
+    asyncio.run(play())
+    assert engine.servers_lost == 1
+    assert engine.metrics()["rollout/preemptions"] == 0.0
+    (left,) = (server for server in engine._servers if server.state is State.SERVING)
+    assert mute or most_at_once(left) == 1
+
+
+def test_processes_that_sample_on_the_same_servers_share_their_caches(start):
+    settings = {"follow_cache": True, "engine_args": {"num_gpu_blocks_override": 65}}
+    engine = start(replicas=1, **settings)
+    client = ServerClient(engine.server_list, 64)  # of 256 requests at once
+    assert client._cache_limit._share == 0.25
+    done = asyncio.run(ask_long(client, 20, asyncio.sleep(0)))
+    assert {each.token_ids for each in done} == {(in_folder(engine),) * 90}
+    assert 1 <= most_at_once(engine._servers[0]) <= 5
+
+
 def test_servers_that_take_no_adapter_get_whole_weights_and_the_log_says_why(start, model, caplog):
     policy = add_adapter(model, 2)
     engine = start(policy, replicas=2, adapter_only=True, engine_args={"enable_lora": False})

@@ -12,13 +12,16 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
+from gspo_env.batch.packing import pack
 from gspo_env.engines import Sampling
 from gspo_env.engines.vllm import local
 from gspo_env.engines.vllm.local import VLLM, VLLMEngine
 from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
 from gspo_env.errors import EngineError
 from gspo_env.model.adapters import add_adapter
+from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.export import Exporter, named_weights
+from gspo_env.model.scorer import Scorer
 from gspo_env.model.unused import hide
 from gspo_env.training.weight_check import HALF_TOLERANCE, difference
 
@@ -59,11 +62,21 @@ def perturb(model):
             parameter.data.mul_(1 + 0.3 * torch.randn_like(parameter)).add_(0.01)
 
 
-def differs(engine, model):
-    """The mean difference of the probabilities that the engine and the plain model give."""
+def differs(engine, model, packed=False):
+    """The mean difference of the probabilities that the engine and the model give.
+
+    The model computes plainly, or in packed rows as the trainer does.
+    """
+    if packed:
+        trained = copy.deepcopy(model)
+        use_ragged_attention(trained)
+        scorer = Scorer(trained, 1.0)
 
     @torch.no_grad()
     def score(sample):
+        if packed:
+            row = pack([sample, sample], share=False)
+            return scorer(row)[0].logprobs_N[: sample.mask.sum()].double().numpy()
         ids = torch.from_numpy(sample.token_ids)[None]
         logprobs = model(ids).logits[0].log_softmax(-1)
         places = np.flatnonzero(sample.mask)
@@ -102,11 +115,13 @@ def test_changed_weights_reach_the_engine_in_their_dtype(start, name, kind):
     engine = start(model)
     assert engine.dtype == dtype
     assert differs(engine, model) < same
-    for _ in range(2):
+    for _ in range(3):
         perturb(model)
         assert differs(engine, model) > other
         sync(engine, named_weights(model))
         assert differs(engine, model) < same
+        if dtype == "float32":
+            assert differs(engine, model, packed=True) < same
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
@@ -150,9 +165,11 @@ def test_changed_experts_reach_servers(start):
     config = VLLMServer(enforce_eager=True)
     engine = start(model, VLLMServerEngine, config)
     assert differs(engine, model) < 1e-5
-    perturb(model)
-    sync(engine, named_weights(model))
-    assert differs(engine, model) < 1e-5
+    for _ in range(3):
+        perturb(model)
+        sync(engine, named_weights(model))
+        assert differs(engine, model) < 1e-5
+        assert differs(engine, model, packed=True) < 1e-5
     assert (engine.copies, engine.dtype) == (1, "float32")
     names = [(name, t) for name, t in named_weights(model) if "experts.2.up_proj" not in name]
     with pytest.raises(EngineError, match="none of the 1 vLLM servers"):
@@ -223,6 +240,33 @@ def test_an_adapter_that_the_engine_does_not_take_travels_in_whole_weights(start
         perturb(model)
         sync(engine, named_weights(model, adapter=engine.adapter_only))
     assert differs(engine, model) < 1e-5
+
+
+def test_requests_that_follow_a_small_cache_are_not_preempted(start):
+    model = tiny("Llama")
+    config = VLLM(
+        enforce_eager=True, follow_cache=True, engine_args={"num_gpu_blocks_override": 13}
+    )
+    engine = start(model, config=config)
+    preempted = []
+    scheduler = engine._engine.engine_core.engine_core.scheduler
+    preempt = scheduler._preempt_request
+    scheduler._preempt_request = lambda *a, **k: (preempted.append(a), preempt(*a, **k))
+
+    async def play():
+        jobs = (
+            engine.generate([9, 8, 7 + n], Sampling(max_tokens=110, seed=n), f"{n}")
+            for n in range(8)
+        )
+        return await asyncio.gather(*jobs)
+
+    followed = asyncio.run(play())
+    assert not preempted
+    assert engine.metrics() == {"rollout/preemptions": 0.0}
+    engine._cache_limit = None
+    plain = asyncio.run(play())
+    assert preempted
+    assert [done.token_ids for done in plain] == [done.token_ids for done in followed]
 
 
 def test_a_weight_that_the_engine_does_not_take_or_get_is_named(start):

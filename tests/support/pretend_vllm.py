@@ -49,10 +49,14 @@ class VLLM(Handler):
     resets = 0
     version = "default"
     going = threading.Event()
+    counting, running, most = threading.Lock(), 0, 0
 
     def do_GET(self):
         if takes("busy"):
             time.sleep(6)
+        if self.path == "/metrics":
+            self.answer_metrics()
+            return
         self.answer({"vllm_config": INFO, "world_size": 1})
 
     def do_POST(self):
@@ -95,7 +99,14 @@ class VLLM(Handler):
         elif fields.get("model", "") not in ("", *VLLM.adapters):
             super().answer({"error": "the model does not exist"}, 404)
         else:
-            choice = self.sample(fields["sampling_params"]["max_tokens"])
+            with VLLM.counting:
+                VLLM.running += 1
+                VLLM.most = max(VLLM.most, VLLM.running)
+            try:
+                choice = self.sample(fields["sampling_params"]["max_tokens"])
+            finally:
+                with VLLM.counting:
+                    VLLM.running -= 1
             choice["finish_reason"] = "abort" if takes("abort") else "length"
             self.answer({"choices": [{}] if takes("empty") else [choice]})
 
@@ -115,6 +126,20 @@ class VLLM(Handler):
             "logprobs": {"content": [{"logprob": -1.0}] * tokens},
             "weight_versions": spans,
         }
+
+    def answer_metrics(self):
+        blocks = STARTED_WITH.get("num-gpu-blocks-override", 1000)
+        text = f"""vllm:cache_config_info{{block_size="32",num_gpu_blocks="{blocks}"}} 1.0
+vllm:kv_cache_usage_perc{{}} 0.0
+vllm:num_requests_running{{}} {VLLM.running}
+vllm:num_requests_waiting{{}} 0.0
+vllm:num_preemptions_total{{}} 0.0
+most {VLLM.most}
+"""
+        self.send_response(503 if takes("mute") else 200)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
 
     def answer(self, value):
         super().answer(value, 500 if takes("fails") else 200)

@@ -27,7 +27,7 @@ from gspo_env.engines.base import (
 )
 from gspo_env.engines.parts import sample_parts
 from gspo_env.engines.vllm.process import DIE_WITH_PARENT
-from gspo_env.engines.vllm.requests import sampling_fields
+from gspo_env.engines.vllm.requests import cache_limit_for, sampling_fields
 from gspo_env.engines.vllm.settings import EXTENSION, VLLM, VLLMSettings
 from gspo_env.errors import EngineError, GspoEnvError, MissingExtraError
 from gspo_env.model.export import Exporter, base_weights, named_weights
@@ -109,6 +109,7 @@ class VLLMEngine(Engine):
         # vLLM binds its compute threads to the thread that starts it, so one thread runs it all
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._max_context = max_context
+        self._cache_limit = cache_limit_for(config.follow_cache, _read_metrics)
         dtype = next(model.parameters()).dtype
         arguments = engine_arguments(config, dtype, max_slots, max_context)
         if self._sleeps:
@@ -131,7 +132,17 @@ class VLLMEngine(Engine):
         """
         check_room(prompt_ids, sampling, self._max_context)
         if sampling.ends is not None:
-            return await sample_parts(self.generate, prompt_ids, sampling)
+            part = functools.partial(self.generate, session=session)
+            return await sample_parts(part, prompt_ids, sampling)
+        if self._cache_limit is None:
+            return await self._sample(prompt_ids, sampling)
+        most = sampling.max_tokens
+        async with self._cache_limit.room(lambda: [self], prompt_ids, most, session) as room:
+            done = await self._sample(prompt_ids, sampling)
+            room.tokens = len(done.token_ids)
+            return done
+
+    async def _sample(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         loop = asyncio.get_running_loop()
         self._count += 1
         request = _Request(
@@ -142,6 +153,15 @@ class VLLMEngine(Engine):
         self._new[str(self._count)] = request
         self._ensure_running()
         return await request.future
+
+    def release(self, session: str) -> None:
+        """Makes room for other episodes; see `Engine.release`."""
+        if self._cache_limit is not None:
+            self._cache_limit.release(session)
+
+    def metrics(self) -> dict[str, float]:
+        """See `Engine.metrics`."""
+        return {} if self._cache_limit is None else self._cache_limit.metrics()
 
     async def _drain(self) -> None:
         if self._running or self._new:  # some may be cancelled, which the next step notices
@@ -284,6 +304,8 @@ class VLLMEngine(Engine):
 
     def _reset_cache(self) -> None:
         """Resets the prefix cache, and the keys and values of requests in flight."""
+        if self._cache_limit is not None:
+            self._cache_limit.updated()
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise EngineError("vLLM did not reset its prefix cache: some sequences still use it")
 
@@ -382,6 +404,13 @@ def adapter_for(config: VLLMSettings, model: Any, exporter: Exporter, folder: Pa
     from gspo_env.engines.vllm.adapter import make_adapter
 
     return make_adapter(model, exporter, folder)
+
+
+async def _read_metrics(engine: Any) -> str:
+    """Returns the metrics that vLLM collects in this process."""
+    from prometheus_client import generate_latest
+
+    return str(generate_latest(), "utf-8")
 
 
 def check_loaded(reports: Sequence[dict[str, list[str]]]) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import httpx2 as httpx
 
@@ -19,6 +20,9 @@ from gspo_env.engines.parts import sample_parts
 from gspo_env.engines.vllm.process import Server, State
 from gspo_env.engines.vllm.settings import EXTENSION
 from gspo_env.errors import EngineError
+
+if TYPE_CHECKING:
+    from gspo_env.engines.vllm.cache_limit import CacheLimit
 
 RESET_SECONDS = 60.0
 """Maximum time until a server has reset its cache."""
@@ -32,6 +36,15 @@ _HEALTH_SECONDS = 30.0
 other servers' requests come to it when they are lost."""
 
 
+def cache_limit_for(share: float, read: Callable[[Any], Awaitable[str]]) -> CacheLimit | None:
+    """Returns what limits requests by vLLM's cache; None for a share of 0."""
+    if not share:
+        return None
+    from gspo_env.engines.vllm.cache_limit import CacheLimit
+
+    return CacheLimit(read, share)
+
+
 class ServerRequests(Engine):
     """Samples on the server with the fewest requests; repeats what a server drops on another one.
 
@@ -39,9 +52,17 @@ class ServerRequests(Engine):
         max_slots: Maximum number of requests in flight.
         max_context: Maximum tokens of one sequence.
         request_timeout: Seconds that a server may take for one action.
+        cache_share: Part of the servers' caches that its requests may fill; 0 ignores the caches.
     """
 
-    def __init__(self, *, max_slots: int, max_context: int, request_timeout: float) -> None:
+    def __init__(
+        self,
+        *,
+        max_slots: int,
+        max_context: int,
+        request_timeout: float,
+        cache_share: float = 0.0,
+    ) -> None:
         self.weights_version = 0
         self.adapter = ""
         """Name of the adapter that the servers sample with; empty for whole weights."""
@@ -50,6 +71,7 @@ class ServerRequests(Engine):
         self._servers: list[Server] = []
         self._clients: tuple[asyncio.AbstractEventLoop, dict[Server, httpx.AsyncClient]] | None
         self._clients = None
+        self._cache_limit = cache_limit_for(cache_share, self._read_metrics)
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
@@ -62,8 +84,22 @@ class ServerRequests(Engine):
         """
         check_room(prompt_ids, sampling, self._max_context)
         if sampling.ends is not None:
-            return await sample_parts(self.generate, prompt_ids, sampling)
-        return await self._sample(prompt_ids, sampling)
+            part = partial(self.generate, session=session)
+            return await sample_parts(part, prompt_ids, sampling)
+        if self._cache_limit is None:
+            return await self._sample(prompt_ids, sampling)
+        while True:
+            most = sampling.max_tokens
+            async with self._cache_limit.room(self._serving, prompt_ids, most, session) as room:
+                done = await self._post(room.copy, self._body(prompt_ids, sampling))
+                if done is not None:
+                    room.tokens = len(done.token_ids)
+                    return done
+
+    def release(self, session: str) -> None:
+        """Makes room for other episodes; see `Engine.release`."""
+        if self._cache_limit is not None:
+            self._cache_limit.release(session)
 
     async def generate_on(
         self, copy: int, prompt_ids: Sequence[int], sampling: Sampling
@@ -87,49 +123,72 @@ class ServerRequests(Engine):
         self, prompt_ids: Sequence[int], sampling: Sampling, first: Server | None = None
     ) -> Completion:
         """Samples on a server, and on others as long as that fails."""
-        body = {"token_ids": list(prompt_ids), "sampling_params": sampling_fields(sampling)}
-        if self.adapter:
-            body["model"] = self.adapter
+        body = self._body(prompt_ids, sampling)
         while True:
             server, first = first or await self._choose(), None
-            post = self._client(server).post("/inference/v1/generate", json=body)
-            request = asyncio.ensure_future(post)
-            server.requests.add(request)
-            if server.state is not State.SERVING:  # lost by another thread
-                request.cancel()
-            try:
-                response = await request
-                reason = f"answered {response.status_code}"
-                if response.status_code == 404 and self.adapter:  # somebody started it again
-                    reason = f"does not have the adapter: {response.text[:200]}"
-                elif response.status_code < 500:
-                    done = read_completion(server, response)
-                    if isinstance(done, Completion):
-                        return done
-                    reason = done
-                self._lose(server, reason)
-            except httpx.TransportError as error:
-                # one connection may break; the server is lost if it is not healthy either
-                server.failures += 1
-                usable = server.failures <= _MAX_FAILURES
-                healthy = usable and await asyncio.to_thread(server.is_healthy, _HEALTH_SECONDS)
-                if not healthy:
-                    self._lose(server, f"{type(error).__name__}: {error}")
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise  # else `_redirect` cancelled the request
-            finally:
-                server.requests.discard(request)
+            done = await self._post(server, body)
+            if done is not None:
+                return done
+
+    def _body(self, prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+        body = {"token_ids": list(prompt_ids), "sampling_params": sampling_fields(sampling)}
+        return {**body, "model": self.adapter} if self.adapter else body
+
+    async def _post(self, server: Server, body: dict[str, Any]) -> Completion | None:
+        """Samples on a server; returns None if it did not, and loses it if it is to blame."""
+        post = self._client(server).post("/inference/v1/generate", json=body)
+        request = asyncio.ensure_future(post)
+        server.requests.add(request)
+        if server.state is not State.SERVING:  # lost by another thread
+            request.cancel()
+        try:
+            response = await request
+            reason = f"answered {response.status_code}"
+            if response.status_code == 404 and self.adapter:  # somebody started it again
+                reason = f"does not have the adapter: {response.text[:200]}"
+            elif response.status_code < 500:
+                done = read_completion(server, response)
+                if isinstance(done, Completion):
+                    return done
+                reason = done
+            self._lose(server, reason)
+        except httpx.TransportError as error:
+            # one connection may break; the server is lost if it is not healthy either
+            server.failures += 1
+            usable = server.failures <= _MAX_FAILURES
+            healthy = usable and await asyncio.to_thread(server.is_healthy, _HEALTH_SECONDS)
+            if not healthy:
+                self._lose(server, f"{type(error).__name__}: {error}")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise  # else `_redirect` cancelled the request
+        finally:
+            server.requests.discard(request)
+        return None
 
     async def _choose(self) -> Server:
         """Returns the serving server with the fewest requests; waits for one that is starting."""
         while True:
-            serving = [server for server in self._servers if server.state is State.SERVING]
-            if serving:
+            if serving := self._serving():
                 return min(serving, key=lambda server: len(server.requests))
-            self._require_one(*self._coming)
             await asyncio.sleep(0.1)
+
+    def _serving(self) -> list[Server]:
+        """Returns the servers that serve.
+
+        Raises:
+            EngineError: None serves, and none is starting.
+        """
+        serving = [server for server in self._servers if server.state is State.SERVING]
+        if not serving:
+            self._require_one(*self._coming)
+        return serving
+
+    async def _read_metrics(self, server: Server) -> str:
+        seconds = httpx.Timeout(5.0)
+        response = await self._client(server).get("/metrics", timeout=seconds)
+        return response.raise_for_status().text
 
     def _redirect(self, server: Server) -> None:
         """Sends the requests of a server that is not used any more to other ones; in any thread.
@@ -193,6 +252,9 @@ class ServerList:
     request_timeout: float = 1800.0
     adapter: str = ""
     """See `ServerRequests.adapter`."""
+    cache_slots: int = 0
+    """Requests of all processes at once, of which each fills its part of the servers' caches; 0
+    ignores the caches."""
     lost: str = ""
     """Why no server is left and none starts; empty as long as one may serve."""
 
@@ -206,9 +268,12 @@ class ServerClient(ServerRequests):
     """
 
     def __init__(self, server_list: ServerList, max_slots: int) -> None:
-        timeout = server_list.request_timeout
+        slots = server_list.cache_slots
         super().__init__(
-            max_slots=max_slots, max_context=server_list.max_context, request_timeout=timeout
+            max_slots=max_slots,
+            max_context=server_list.max_context,
+            request_timeout=server_list.request_timeout,
+            cache_share=max_slots / slots if slots else 0.0,
         )
         self._servers_by_address: dict[ServerAddress, Server] = {}
         self._failed: dict[ServerAddress, str] = {}
@@ -235,6 +300,8 @@ class ServerClient(ServerRequests):
         if server_list.weights_version != self.weights_version:
             for server in self._servers_by_address.values():
                 server.failures = 0
+            if self._cache_limit is not None:
+                self._cache_limit.updated()
         self._server_list = server_list
         self.weights_version, self.adapter = server_list.weights_version, server_list.adapter
         before = self._servers

@@ -65,7 +65,12 @@ class VLLMServerEngine(ServerRequests):
         self, model: Any, config: VLLMServer, *, max_slots: int = 256, max_context: int = 4096
     ) -> None:
         timeout = config.request_timeout
-        super().__init__(max_slots=max_slots, max_context=max_context, request_timeout=timeout)
+        super().__init__(
+            max_slots=max_slots,
+            max_context=max_context,
+            request_timeout=timeout,
+            cache_share=float(config.follow_cache),
+        )
         self.servers_lost = self.server_restarts = 0
         self.tolerance, self.undo_updates = config.tolerance, config.undo_updates
         self._config = config
@@ -187,6 +192,7 @@ class VLLMServerEngine(ServerRequests):
             max_context=self._max_context,
             request_timeout=self._request_timeout,
             adapter=self.adapter,
+            cache_slots=self._max_slots if self._config.follow_cache else 0,
             lost=self._none_left(State.SERVING, *self._coming),
         )
 
@@ -203,7 +209,9 @@ class VLLMServerEngine(ServerRequests):
 
     def metrics(self) -> dict[str, float]:
         """See `Engine.metrics`."""
+        limit = {} if self._cache_limit is None else self._cache_limit.metrics()
         return {
+            **limit,
             "rollout/servers": float(self.copies),
             "rollout/servers_lost": float(self.servers_lost),
             "rollout/server_restarts": float(self.server_restarts),
@@ -232,6 +240,8 @@ class VLLMServerEngine(ServerRequests):
         self.weights_version = version
         for server in self._servers:
             server.failures = 0
+        if self._cache_limit is not None:
+            self._cache_limit.updated()
 
     def close(self) -> None:
         """Disconnects from all servers, and stops those that were started here."""

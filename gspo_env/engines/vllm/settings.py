@@ -38,6 +38,11 @@ class VLLMSettings:
     sampling is slower than with merged weights. Running servers need `--enable-lora`,
     `--max-lora-rank` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. Where vLLM cannot apply the adapter,
     whole weights are sent and the log says why."""
+    follow_cache: bool = False
+    """Starts a request only if the keys and values of all that run will fit into vLLM's cache, by
+    vLLM's own metrics and the lengths of the last actions, and an episode only if that leaves some
+    room: nothing is preempted. `rollout.concurrency` stays the maximum. A server without metrics
+    has this maximum alone."""
     sync_tolerance: Annotated[float, Gt(0)] | None = None
     """After each update of the weights, training stops if the log-probabilities of a probe differ
     from the trainer's by more than this on average. None is 0.001 in float32, 0.3 in half
