@@ -41,7 +41,7 @@ class VLLMSettings:
     follow_cache: bool = False
     """Starts a request only if the keys and values of all that run will fit into vLLM's cache, by
     vLLM's own metrics and the lengths of the last actions, and an episode only if that leaves some
-    room: nothing is preempted. `rollout.concurrency` stays the maximum. A server without metrics
+    room: hardly any is preempted. `rollout.concurrency` stays the maximum. A server without metrics
     has this maximum alone."""
     sync_tolerance: Annotated[float, Gt(0)] | None = None
     """After each update of the weights, training stops if the log-probabilities of a probe differ
