@@ -361,11 +361,14 @@ def tokenize(
     """
     encode = encode or (lambda turn: chat.encode(turn.text))
     end = chat.stop_ids[0] if chat.end_of_turn is None else chat.end_of_turn
-    transcript = Transcript(chat, episode.prompt)
+    transcript = Transcript(chat, episode.prompt, max_context)
     request: ResetInfo | StepInfo = episode.reset
     turns = []
     for turn, role in zip(episode.turns, episode.roles, strict=True):
-        prompt = transcript.read(turn.observation, role, request)
+        try:
+            prompt = transcript.read(turn.observation, role, request)
+        except PromptLengthError:
+            break
         action_ids = (*encode(turn), end)
         transcript.write(action_ids)
         if max_context is not None and len(transcript.ids) > max_context:

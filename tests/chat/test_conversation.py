@@ -6,15 +6,15 @@ import random
 
 import numpy as np
 import pytest
-from support import forks
+from support import forks, turns
 
-from gspo_env.chat.conversation import Transcript
+from gspo_env.chat.conversation import Transcript, tokenize
 from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.tools.calls import parse_message
-from gspo_env.types import Group, Message, Prompt, StepInfo, Task, ToolCall
+from gspo_env.types import Group, Message, Prompt, StepInfo, Task, ToolCall, Turn
 
 TASK = Task(env_id="test", seed=0)
 
@@ -350,3 +350,20 @@ def test_a_call_in_reasoning_that_the_prompt_opens_is_not_made_whatever_the_temp
     action = transcript.write(sampled(chat, f"river {call}{end}stone"))
     message, malformed = parse_message(action.text, in_reasoning=action.in_reasoning)
     assert (message.tool_calls, malformed, message.content) == ((), 0, "stone")
+
+
+def test_a_demonstration_is_cut_before_a_text_that_cannot_fit_is_encoded(chat, monkeypatch):
+    """The tokens of a long text take some hundred bytes for each of its characters."""
+    lengths, encode = [], chat.text.encode_rendering
+
+    def measured(text, **how):
+        lengths.append(len(text))
+        return encode(text, **how)
+
+    monkeypatch.setattr(chat.text, "encode_rendering", measured)
+    texts = ("amber", "birch", "x" * 3_000_000, "amber")
+    played = [Turn(observation=text, text="yes", reward=0.0) for text in texts]
+    shown, short = turns.episode(*played), turns.episode(*played[:2])
+    assert tokenize(shown, chat, 300).turns == tokenize(short, chat, 300).turns
+    assert len(tokenize(short, chat, 300).turns) == 2
+    assert max(lengths) < 300
