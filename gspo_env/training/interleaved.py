@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from gspo_env.batch.sample import Sample, to_samples
-from gspo_env.env.base import TextEnvironment, overrides
+from gspo_env.env.base import TextEnvironment
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.files import check_types
 from gspo_env.learner.learner import Learner
@@ -36,22 +36,31 @@ from gspo_env.recipes.build import imitation_samples
 from gspo_env.recipes.teacher import in_format
 from gspo_env.redaction import redact_text
 from gspo_env.rollout.collector import Collector
-from gspo_env.rollout.play import PolicyInput, demonstrator
+from gspo_env.rollout.play import PolicyInput, demonstrator, play_now
 from gspo_env.rollout.pool import play_pooled
 from gspo_env.types import Episode, Group, Task
 
+_TASKS = 16
+"""Tasks of which an expert plays one, else there is none."""
+
 
 def check_expert(env_id: str, env: TextEnvironment) -> None:
-    """Checks that an environment has a demonstrator.
+    """Checks that an environment has a demonstrator, which plays the first turn of some tasks.
 
     Raises:
-        ConfigError: It has none.
+        ConfigError: It plays none of them.
     """
-    if not overrides(env, "expert_action"):
-        raise ConfigError(
-            f"learner.imitation is 'expert', and {env_id} has no expert_action; expected "
-            "--imitation kept, which imitates the policy's own successes, or none"
-        )
+    reason = None
+    for seed in range(_TASKS):
+        try:
+            play_now(env, Task(env_id=env_id, seed=seed), demonstrator(), max_turns=1)
+            return
+        except NotImplementedError as error:
+            reason = error
+    raise ConfigError(
+        f"learner.imitation is 'expert', and {env_id} has no expert ({reason}); expected "
+        "--imitation kept, which imitates the policy's own successes, or none"
+    )
 
 
 class Interleaved:
@@ -83,7 +92,7 @@ class Interleaved:
         if self._config.imitation == "expert":
             tasks = [group.task for group in groups[:count]]
             played = await asyncio.gather(*(_play_expert(task, collector) for task in tasks))
-            shown = [in_format(e, collector.chat) for e in played if not e.failed and e.turns]
+            shown = [in_format(e, collector.chat) for e in played if e and not e.failed and e.turns]
             most = collector.config.max_context
             samples = [imitation_samples([e], collector.chat, most) for e in shown]
             self._episodes = [each for each in map(_bare, samples) if each]
@@ -127,7 +136,8 @@ class Interleaved:
         self._episodes, self._kept = _from_json(state["episodes"]), _from_json(state["kept"])
 
 
-async def _play_expert(task: Task, collector: Collector) -> Episode:
+async def _play_expert(task: Task, collector: Collector) -> Episode | None:
+    """Returns the expert's episode; None if it has no answer to the task."""
     pools, limits, expert = collector.pool, collector.config, demonstrator()
 
     async def act(now: PolicyInput) -> str:
@@ -135,7 +145,10 @@ async def _play_expert(task: Task, collector: Collector) -> Episode:
         return action
 
     seconds, turns = limits.episode_timeout, limits.max_turns
-    return await play_pooled(pools, task, act, max_turns=turns, timeout=seconds)
+    try:
+        return await play_pooled(pools, task, act, max_turns=turns, timeout=seconds)
+    except NotImplementedError:
+        return None
 
 
 def _success(group: Group) -> Episode | None:

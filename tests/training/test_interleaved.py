@@ -174,11 +174,33 @@ def test_a_batch_of_a_run_that_imitated_nothing_refuses_to_imitate():
         GSPOAgent.replay("run", config=config).update()
 
 
-def test_an_environment_without_an_expert_is_refused_before_anything_is_played():
+def write_rows(*completions):
+    """A dataset, some of whose rows have an answer, and a reward for each completion."""
+    rows = [{"prompt": f"Say {n}.", "completion": text} for n, text in enumerate(completions)]
+    lines = [json.dumps({k: v for k, v in row.items() if v}) for row in rows]
+    Path("rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    Path("paid.py").write_text("def paid(a):\n    return float('yes' in a.text)\n")
+    rewards = {"data": "rows.jsonl", "rewards": "paid.py:paid"}
+    return {"env": "gspo/Dataset-v0", "env_kwargs": rewards}
+
+
+@pytest.mark.parametrize("kind", ["no method", "no answer"])
+def test_an_environment_without_an_expert_is_refused_before_anything_is_played(kind):
     write_env(Path("own.py"), "return 'go on', 1.0, True, False, {}")
-    config = tiny(env="own.py:Own", learner={"imitation": "expert"})
-    with pytest.raises(ConfigError, match="has no expert_action; expected --imitation kept"):
+    env = {"env": "own.py:Own"} if kind == "no method" else write_rows("", "", "", "")
+    config = tiny(**env, learner={"imitation": "expert"})
+    with pytest.raises(ConfigError, match=r"-v0 has no expert \(.*\); expected --imitation kept"):
         GSPOAgent(config=config)
+
+
+def test_tasks_to_which_the_expert_has_no_answer_are_left_out():
+    env = write_rows(*(["yes", ""] * 8))
+    learner = {"imitation": "expert", "imitation_episodes": 8}
+    sizes = {"tasks_per_step": 8, "recipe": {"demonstrations": 2, "imitation_steps": 0}}
+    history = GSPOAgent(config=tiny(**env, **sizes, learner=learner)).train()
+    shown = [m["train/imitation_episodes"] for _, m in history if "train/imitation_episodes" in m]
+    assert 0 < min(shown)
+    assert max(shown) < 8
 
 
 def test_several_ranks_are_refused():
