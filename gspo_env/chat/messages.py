@@ -82,7 +82,8 @@ def order_results(messages: Sequence[Message], *, strict: bool = False) -> list[
 
     Args:
         messages: The conversation. Results without an id are those of the calls that no other
-            result names, in the order of the calls.
+            result names, in the order of the calls; where there are more, those without an id stay
+            where they are, because some answer calls that could not be read.
         strict: Whether each result has to be that of a call.
 
     Raises:
@@ -103,6 +104,9 @@ def order_results(messages: Sequence[Message], *, strict: bool = False) -> list[
             continue
         open_calls: list[str | None] = list(ids)
         unnamed = [i for i, call in enumerate(ids) if call not in names]
+        if names.count(None) > len(unnamed):
+            places = [n for n in places if messages[n].tool_call_id is not None]
+            names = [call for call in names if call is not None]
         order = {}
         for n, call in zip(places, names, strict=True):
             named = [i for i, other in enumerate(open_calls) if other == call]
