@@ -178,7 +178,7 @@ CONSTANT = {
     ),
     "`pairs_sets.py` has it": (
         "rollout.workers engine.adapter_only engine.undo_updates engine.sync_tolerance "
-        "engine.replicas engine.enforce_eager engine.kv_cache_gib"
+        "engine.follow_cache engine.replicas engine.enforce_eager engine.kv_cache_gib"
     ),
 }
 """Settings that stay as they are in the table of all pairs, by the reason."""

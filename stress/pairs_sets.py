@@ -55,12 +55,12 @@ SETS = {
                 "learner.max_skipped_steps": 9, "learner.minibatches": 2, "credit.rms": 0.5,
             },
             "compaction and truncated episodes": {
-                "engine": _vllm(), "env": "Judged", "compaction": _SUMMARY,
+                "engine": _vllm(follow_cache=True), "env": "Judged", "compaction": _SUMMARY,
                 "rollout.max_context": 60, "credit.train_on_truncated": False,
                 "learner.lora_rank": 2, "loss.old_logprobs": "engine",
             },
             "two servers, resampling and bfloat16": {
-                "engine": _servers(replicas=2), "supply.max_resamples": 2,
+                "engine": _servers(replicas=2, follow_cache=True), "supply.max_resamples": 2,
                 "model_dtype": "bfloat16", "supply.max_staleness": 1, "env": "Ranked",
             },
         },

@@ -50,7 +50,7 @@ def test_a_setting_that_is_listed_and_gone_or_that_only_a_set_should_have_and_la
     monkeypatch.setattr(pairs, "CONSTANT", constant)
     monkeypatch.setitem(pairs.SETS, "vllm", Rows({}, ("vllm",)))
     expected = ["learner.gone", "supply.lost", "engine.undo_updates", "engine.sync_tolerance"]
-    assert pairs.unlisted() == [*expected, "engine.replicas"]
+    assert pairs.unlisted() == [*expected, "engine.follow_cache", "engine.replicas"]
 
 
 @pytest.mark.parametrize("name", pairs.SETS)
