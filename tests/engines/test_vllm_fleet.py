@@ -63,7 +63,7 @@ async def ask_long(engine, count, meanwhile):
         asyncio.create_task(engine.generate([3, 4], Sampling(max_tokens=90, seed=n)))
         for n in range(count)
     ]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not all(server.requests for server in engine._servers):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
