@@ -27,6 +27,8 @@ _SECONDS = 1.0
 _MEMORY = 3 << 26
 """Bytes of one rendering."""
 _LONGEST_ANSWER = 1 << 26
+_NO_MEMORY = b"*it takes too much memory"
+"""The start of such an answer of the child."""
 _SEARCHES = {
     *("split", "rsplit", "startswith", "endswith", "replace", "strip", "lstrip", "rstrip", "find"),
     *("rfind", "index", "count", "partition", "rpartition", "removeprefix", "removesuffix"),
@@ -83,6 +85,9 @@ class BoundedTemplate:
         values = pickle.dumps(names)
         answer = _children.ask(_SECONDS, self._digest, b"", values)
         if answer == b"?":
+            answer = _children.ask(_SECONDS, self._digest, self._tree, values)
+        if answer is not None and answer.startswith(_NO_MEMORY):
+            _children.end_idle()  # what a child keeps of other templates takes room
             answer = _children.ask(_SECONDS, self._digest, self._tree, values)
         if answer is None:
             raise TemplateBoundsError(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gspo_env.chat.bounds import BoundedTemplate
 from gspo_env.chat.template import ChatTemplate
 from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.errors import ChatTemplateError, TemplateBoundsError
@@ -155,6 +156,16 @@ def test_a_template_that_fails_slowly_or_always_is_not_tried_again_and_again(
     hostile.chat_template = bomb + TEMPLATE
     with pytest.raises(TemplateBoundsError, match=sentence):
         ChatTokenizer(hostile)
+
+
+@pytest.mark.slow
+def test_what_other_templates_leave_behind_refuses_none():
+    """A child keeps the templates that it has rendered, and has a limit of memory."""
+    for number in range(400):
+        large = BoundedTemplate(
+            f"{{{{ {number} }}}}{{# #}}" + "\U0001f600" * 131_000, lambda text, _: text
+        )
+        assert large.render().startswith(str(number))
 
 
 def test_a_template_may_write_a_multiple_of_what_it_gets(tokenizer):
