@@ -70,7 +70,9 @@ def arguments(kind, folder):
     if kind == "MCP":
         pytest.importorskip("mcp")
         servers = {"inside": {"command": "python3", "args": ["-c", SERVE]}}
-        return {"sandbox": box, "servers": servers, "data": str(data), "rewards": "exact"}
+        (folder / "paid.py").write_text("def paid(a):\n    return float(len(a.text) % 2)\n")
+        paid = f"{folder}/paid.py:paid"
+        return {"sandbox": box, "servers": servers, "data": str(data), "rewards": paid}
     for name in ("one", "two"):
         for path, text in HARBOR.items():
             (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
@@ -78,10 +80,15 @@ def arguments(kind, folder):
     return {"sandbox": PROGRAM, "folder": str(folder), "held_out": 0.5}
 
 
+def containers():
+    listed = call(PROGRAM, "ps", "--all", "--quiet", "--filter", "label=gspo-env")
+    return {*listed.stdout.split()}
+
+
 @pytest.mark.parametrize("kind", ["SQL", "Program", "MCP", "Harbor"])
 def test_a_training_in_containers_scores_each_episode_and_leaves_none(kind, tmp_path):
     require_image()
-    values = arguments(kind, tmp_path)
+    before, values = containers(), arguments(kind, tmp_path)
     words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     flags = "--steps 2 --tasks-per-step 2 --group-size 2 --eval-tasks 1 --tracker none"
     flags += " --rollout.max-turn-tokens 16 --rollout.max-turns 2"
@@ -95,5 +102,4 @@ def test_a_training_in_containers_scores_each_episode_and_leaves_none(kind, tmp_
     assert [math.isfinite(point["train/loss"]) for point in steps] == [True, True]
     lost = ("env_errors", "env_timeouts", "lost_episodes", "retried")
     assert {point[f"rollout/{name}"] for point in steps for name in lost} == {0.0}
-    listed = ("ps", "--all", "--quiet", "--filter", "label=gspo-env")
-    assert eventually(lambda: not call(PROGRAM, *listed).stdout.strip())
+    assert eventually(lambda: containers() <= before)
