@@ -376,7 +376,7 @@ class Run:
         norm, loss = float(np.mean(norms)), float(np.mean(losses))
         if self.kl and "train/kl" in metrics:
             kl = float(np.mean(self.kl))
-            noise = (1e-5 * self.slack) ** 2 / 2  # of the estimate, by that of a token
+            noise = (1e-5 * self.slack) ** 2  # of the estimate, by that of a token in two models
             slack = self.slack * (0.05 * kl + 1e-10) + noise
             self.fault(f"step {step} KL", metrics["train/kl"], kl, slack)
         imitated = metrics.get("train/imitation_loss", 0.0)
