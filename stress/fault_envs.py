@@ -122,7 +122,7 @@ class Repeats(LookupEnv):
     def expert_action(self, noise=0.0):
         action = super().expert_action(noise)
         opening, mark, _ = action.partition('{"key": "')
-        slips = mark and noise and self.np_random.random() < 0.06
+        slips = mark and noise and self.np_random.random() < 0.2
         return opening + mark + action if slips else action
 
 

@@ -87,8 +87,9 @@ FAILING = (
         expected="control_tokens",
         env="Repeats",
         changes={
-            "recipe": {"demonstrations": 1000, "imitation_steps": 150, "hidden_size": 64},
+            "recipe": {"demonstrations": 1000, "imitation_steps": 400, "hidden_size": 64},
             "rollout": {"max_turn_tokens": 24, "max_context": 384},
+            "steps": 16,
         },
     ),
     Case(name="another engine", expected="engine", changes={"engine": f"{ENVS}:Apart"}),
