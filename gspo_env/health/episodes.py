@@ -10,6 +10,7 @@ from gspo_env.credit.estimators import GroupEstimator
 from gspo_env.credit.scores import ScoreChoice
 from gspo_env.env.base import TextEnvironment
 from gspo_env.env.registration import label
+from gspo_env.errors import ConfigError
 from gspo_env.health.findings import Finding
 from gspo_env.health.startup import check_settings
 from gspo_env.registry import name_of
@@ -21,6 +22,8 @@ from gspo_env.types import Episode, Task
 
 _EPISODES = 4
 """Episodes that are played to see whether an environment gives token advantages."""
+_TASKS = 16
+"""Tasks of which an expert plays one, else there is none."""
 
 
 def _play(env_id: str, env: TextEnvironment, config: Config) -> list[Episode]:
@@ -84,3 +87,22 @@ def check_episodes(config: Config, envs: Mapping[str, TextEnvironment]) -> Itera
             advice="Use at least 2.",
             hopeless=True,
         )
+
+
+def check_expert(env_id: str, env: TextEnvironment) -> None:
+    """Checks that an environment has a demonstrator, which plays the first turn of some tasks.
+
+    Raises:
+        ConfigError: It plays none of them.
+    """
+    reason = None
+    for seed in range(_TASKS):
+        try:
+            play_now(env, Task(env_id=env_id, seed=seed), demonstrator(), max_turns=1)
+            return
+        except NotImplementedError as error:
+            reason = error
+    raise ConfigError(
+        f"learner.imitation is 'expert', and {env_id} has no expert ({reason}); expected "
+        "--imitation kept, which imitates the policy's own successes, or none"
+    )

@@ -178,7 +178,7 @@ def _check_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Iter
         if config.eval_tasks == "all":
             num_eval_tasks(env_id, env)
         if config.learner.imitation == "expert":
-            from gspo_env.training.interleaved import check_expert
+            from gspo_env.health.episodes import check_expert
 
             check_expert(env_id, env)
         if attribute(env, "gives_reward", None) is False:

@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 
 from gspo_env.batch.sample import Sample, to_samples
-from gspo_env.env.base import TextEnvironment
-from gspo_env.errors import ConfigError, OutputError
+from gspo_env.errors import OutputError
 from gspo_env.files import check_types
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.settings import LearnerConfig, Trainer
@@ -36,31 +35,9 @@ from gspo_env.recipes.build import imitation_samples
 from gspo_env.recipes.teacher import in_format
 from gspo_env.redaction import redact_text
 from gspo_env.rollout.collector import Collector
-from gspo_env.rollout.play import PolicyInput, demonstrator, play_now
+from gspo_env.rollout.play import PolicyInput, demonstrator
 from gspo_env.rollout.pool import play_pooled
 from gspo_env.types import Episode, Group, Task
-
-_TASKS = 16
-"""Tasks of which an expert plays one, else there is none."""
-
-
-def check_expert(env_id: str, env: TextEnvironment) -> None:
-    """Checks that an environment has a demonstrator, which plays the first turn of some tasks.
-
-    Raises:
-        ConfigError: It plays none of them.
-    """
-    reason = None
-    for seed in range(_TASKS):
-        try:
-            play_now(env, Task(env_id=env_id, seed=seed), demonstrator(), max_turns=1)
-            return
-        except NotImplementedError as error:
-            reason = error
-    raise ConfigError(
-        f"learner.imitation is 'expert', and {env_id} has no expert ({reason}); expected "
-        "--imitation kept, which imitates the policy's own successes, or none"
-    )
 
 
 class Interleaved:
