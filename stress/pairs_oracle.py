@@ -55,6 +55,8 @@ class Run:
         self.teacher = load_file(teacher / "model.safetensors")
         self.tokenizer = AutoTokenizer.from_pretrained(start)
         self.coefficient = self.settings["learner"]["entropy_coef"]
+        self.is_known = True
+        """Whether the optimiser's state follows from the gradients."""
         self.low = not self.settings["learner"]["entropy_target"]
         """Whether the mean entropy of the last step was low enough for the bonus."""
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
@@ -334,7 +336,7 @@ class Run:
         masters = {n: w.double() for n, w in self.weights(step - 1).items()}
         settings = self.settings["learner"]
         parts = self.notes["minibatches"][step - 1]
-        if parts is None:
+        if parts is None or not self.is_known:
             return
         if len(numbers := [n for part in parts for n in part]) != len(set(numbers)):
             self.faults.append(f"step {step}: an episode is in two minibatches, {parts}")
@@ -360,7 +362,9 @@ class Run:
             gradients = {n: w.grad for n, w in leaves.items() if w.grad is not None}
             norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
             if norm < 1e-3 * self.settings["loss"].get("kl_coef", 0.0):
-                # all advantages are 0, and rounding is the gradient: AdamW takes whole steps by it
+                # all advantages are 0, and rounding is the gradient: AdamW takes whole steps by it;
+                # a weight of the entropy that adapts then gives the next minibatches a gradient
+                self.is_known = not settings["entropy_target"] or part is parts[-1]
                 self.updates += len(parts) - len(losses)
                 return
             losses.append(float(loss))
