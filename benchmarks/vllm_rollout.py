@@ -213,6 +213,7 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache", type=int, default=0, metavar="BLOCKS")
+    parser.add_argument("--episodes", type=int, default=256, help="with --cache")
     arguments = parser.parse_args()
     four, rounds = "bench/FourTurns-v0", arguments.rounds
     if arguments.model:
@@ -225,7 +226,7 @@ def main() -> None:
     fresh = dataclasses.replace(fresh, chat=ManyEnds(fresh.tokenizer))
     long = RolloutConfig(concurrency=FLIGHT, max_turn_tokens=400, max_context=2048)
     if arguments.cache:
-        sys.exit(not measure_cache(fresh, long, arguments.cache, 256, rounds))
+        sys.exit(not measure_cache(fresh, long, arguments.cache, arguments.episodes, rounds))
     measure("actions of about 64 tokens", fresh, four, long, 512, rounds)
     limits = RolloutConfig(concurrency=FLIGHT, **LIMITS)
     measure("look-up", make_player(steps=200), ENV, limits, 256, rounds)
