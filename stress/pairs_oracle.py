@@ -776,13 +776,18 @@ class Credit:
         return np.array(values) if values else np.zeros(1)
 
     def _scale(self, records: Sequence[Any]) -> None:
-        if self.settings.get("scale") == "batch":
+        is_batch, wanted = self.settings.get("scale") == "batch", self.run.settings["credit"]["rms"]
+        unknown = [r for r in records if r.turns and not r.error and self.rows[r.episode] is None]
+        if unknown and (is_batch or wanted):  # all advantages have a scale that is not known
+            self.rows, self.size = dict.fromkeys(self.rows), wanted or 1.0
+            return
+        if is_batch:
             pool = self._pool(records)
             n = max(len(pool) - self.settings["ddof"], 1)
             std = math.sqrt(((pool - pool.mean()) ** 2).sum() / n)
             self._times(1 / std if std >= TINY else 0.0)
         rms = math.sqrt((self._pool(records) ** 2).mean())
-        if (wanted := self.run.settings["credit"]["rms"]) and rms >= TINY:
+        if wanted and rms >= TINY:
             self._times(wanted / rms)
             rms = wanted
         self.size = rms
