@@ -206,9 +206,9 @@ def results(
         f"Success on {split}: {sampled} (greedy {greedy}); "
         f"95 % interval {after}{low:.0%} to {high:.0%}{few}."
     ]
-    if kept := first.get(IMITATION_STEP):
+    if step := first.get(IMITATION_STEP):
         lines.append(
-            f"Imitation kept the weights after step {kept:.0f}: pass@k {first[IMITATION_PASS]:.1%} "
+            f"Imitation kept the weights after step {step:.0f}: pass@k {first[IMITATION_PASS]:.1%} "
             f"on training tasks, and {first[IMITATION_PASS_LAST]:.1%} after the last step."
         )
     if skipped := total("train/skipped_steps"):

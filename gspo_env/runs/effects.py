@@ -76,7 +76,8 @@ def write_effects(batch: Path, effects: Mapping[str, Effect]) -> None:
 
 def read_effects(run: Path) -> dict[int, dict[str, Effect]]:
     """Reads the effects that are recorded in the folder of a run, by step and arm."""
-    return {int(f.name[5:]): found for f in step_folders(run / BATCHES) if (found := _read(f))}
+    batches = {int(folder.name[5:]): _read(folder) for folder in step_folders(run / BATCHES)}
+    return {step: effects for step, effects in batches.items() if effects}
 
 
 def _read(batch: Path) -> dict[str, Effect]:

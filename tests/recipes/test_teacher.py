@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from support.cli_errors import refused
+from support.half import SMALL, train_half
 from support.runs import timeless
 from support.talks import write
 
@@ -12,7 +13,7 @@ from gspo_agents.gspo import GSPOAgent
 from gspo_env.chat import ChatTokenizer
 from gspo_env.cli.main import parse
 from gspo_env.compare import Comparison, compare, grid, planned
-from gspo_env.config import Config, from_dict, override
+from gspo_env.config import from_dict, override
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, TrainingError
 from gspo_env.recipes import Imitate
@@ -25,44 +26,11 @@ from gspo_env.tracking.base import NoTracker
 from gspo_env.tracking.console import Progress
 from gspo_env.types import Task
 
-YES = """
-from support.small_env import Small
-
-class Yes(Small):
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return f"Say yes, {seed % 9}.", {"task_key": str(seed % 9)}
-
-    def reward(self, action):
-        return float(action.strip() == "yes")
-
-class Shown(Yes):
-    def expert_action(self, noise=0.0):
-        return "no" if self.np_random.random() < noise else "yes"
-"""
-SMALL = {
-    "eval_tasks": 4,
-    "steps": 1,
-    "tasks_per_step": 2,
-    "learner": {"learning_rate": 1e-9},
-    "rollout": {"max_turn_tokens": 8, "max_context": 64, "group_size": 4},
-    "tracker": "none",
-}
-
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory):
     """The folder of a model that says yes half of the time, and the file of its environment."""
-    folder = tmp_path_factory.mktemp("half")
-    (folder / "yes.py").write_text(YES)
-    recipe = {"name": "tiny", "hidden_size": 32, "slips": 0.5, "demonstrations": 64}
-    recipe |= {"imitation_steps": 30, "imitation_learning_rate": 1e-2}
-    agent = GSPOAgent(
-        env=f"{folder}/yes.py:Shown", config=override(Config(), {"recipe": recipe, **SMALL})
-    )
-    agent.warm_up()
-    agent.save(folder / "model")
-    return folder
+    return train_half(tmp_path_factory.mktemp("half"))
 
 
 def config(half, output, env="Shown", rank=0, **recipe):

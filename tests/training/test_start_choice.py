@@ -5,51 +5,22 @@ import json
 import pytest
 import torch
 from support.cli_errors import refused
+from support.half import SMALL, train_half
 from support.runs import sign
 from support.talks import write
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env.config import Config, from_dict, override
+from gspo_env.config import from_dict
 from gspo_env.errors import OutputError
 from gspo_env.recipes.build import Imitation
 from gspo_env.runs import Run
 from gspo_env.training.start_choice import StartChoice
 
-YES = """
-from support.small_env import Small
-
-class Yes(Small):
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return f"Say yes, {seed % 9}.", {"task_key": str(seed % 9)}
-
-    def reward(self, action):
-        return float(action.strip() == "yes")
-
-    def expert_action(self, noise=0.0):
-        return "no" if self.np_random.random() < noise else "yes"
-"""
-SMALL = {
-    "eval_tasks": 4,
-    "steps": 1,
-    "tasks_per_step": 2,
-    "learner": {"learning_rate": 1e-9},
-    "rollout": {"max_turn_tokens": 8, "max_context": 64, "group_size": 4},
-    "tracker": "none",
-}
-
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory):
     """A model that says yes half of the time, its environment, and conversations that say no."""
-    folder = tmp_path_factory.mktemp("half")
-    (folder / "yes.py").write_text(YES)
-    recipe = {"name": "tiny", "hidden_size": 32, "slips": 0.5, "demonstrations": 64}
-    recipe |= {"imitation_steps": 30, "imitation_learning_rate": 1e-2}
-    settings = override(Config(), {"recipe": recipe, **SMALL})
-    agent = GSPOAgent(env=f"{folder}/yes.py:Yes", config=settings)
-    agent.warm_up()
-    agent.save(folder / "model")
+    folder = train_half(tmp_path_factory.mktemp("half"))
     said = {"role": "assistant", "content": "no"}
     asked = [{"role": "user", "content": f"Say yes, {n}."} for n in range(9)]
     write(folder / "no.jsonl", *({"messages": [question, said]} for question in asked))
@@ -60,7 +31,7 @@ def config(half, output, rank=0, **recipe):
     rate = 1e-3 if rank else 2e-4
     of_imitation = {"imitation_steps": 24, "imitation_learning_rate": rate, "imitation_pass_at": 8}
     said = {"name": "imitate", "conversations": f"{half}/no.jsonl"}
-    tree = {**SMALL, "model": f"{half}/model", "env": f"{half}/yes.py:Yes", "output": str(output)}
+    tree = {**SMALL, "model": f"{half}/model", "env": f"{half}/yes.py:Shown", "output": str(output)}
     tree |= {"recipe": said | of_imitation | recipe}
     return from_dict(tree | {"learner": {"learning_rate": 1e-9, "lora_rank": rank}})
 

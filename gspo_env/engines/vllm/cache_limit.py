@@ -184,12 +184,12 @@ class _Cache:
         for other in self.running:
             sampled = min(lengths.rate * (now - other.since), other.max_tokens)
             held = size * len(other.blocks) * shared + len(other.prompt_ids) % size
-            left = lengths.remaining(sampled, other.max_tokens)
-            sequences.append((held + sampled + size, left))
+            remaining = lengths.remaining(sampled, other.max_tokens)
+            sequences.append((held + sampled + size, remaining))
         held, peak = 0.0, 0.0
-        for n, (used, left) in enumerate(sorted(sequences, key=lambda each: -each[1]), 1):
+        for n, (used, remaining) in enumerate(sorted(sequences, key=lambda each: -each[1]), 1):
             held += used
-            peak = max(peak, held + n * left)  # when it ends, those before it still run
+            peak = max(peak, held + n * remaining)  # when it ends, those before it still run
         if is_new:  # an environment that is slower than an action has to wait for its cache
             warm = [r for r in self.idle.values() if now - r.since < lengths.seconds]
             peak += sum(size * len(r.blocks) * shared for r in warm)
@@ -266,19 +266,19 @@ class CacheLimit:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        known = {session for cache in self._caches.values() for session in cache.idle}
-        for entry in sorted(self._waiting, key=lambda each: each[0].session not in known):
+        sessions = {session for cache in self._caches.values() for session in cache.idle}
+        for entry in sorted(self._waiting, key=lambda each: each[0].session not in sessions):
             room, copies, admitted = entry
             if admitted.done():
                 continue
             try:
-                chosen = self._choose(room, copies(), room.session not in known)
+                copy = self._choose(room, copies(), room.session not in sessions)
             except Exception as error:
                 admitted.set_exception(error)
                 continue
-            if chosen is None:
+            if copy is None:
                 break
-            self._enter(room, chosen)
+            self._enter(room, copy)
             admitted.set_result(None)
         self._waiting = [entry for entry in self._waiting if not entry[2].done()]
         if self._waiting:
