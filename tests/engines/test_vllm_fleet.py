@@ -255,11 +255,13 @@ def most_at_once(server):
 def test_requests_follow_the_caches_of_servers_also_when_one_dies(start, mute):
     settings = {"follow_cache": True, "engine_args": {"num_gpu_blocks_override": 3}}
     engine = start(replicas=2, max_server_restarts=0, **settings)
+    fault(engine, "slow")
     if mute:
         fault(engine, "mute", 1000)
 
     async def kill():
         os.kill(engine.pids[0], signal.SIGKILL)
+        (engine._private.path / "slow").unlink()
 
     async def play():
         done = await ask_long(engine, 12, kill())
@@ -278,7 +280,12 @@ def test_processes_that_sample_on_the_same_servers_share_their_caches(start):
     engine = start(replicas=1, **settings)
     client = ServerClient(engine.server_list, 64)  # of 256 requests at once
     assert client._cache_limit._share == 0.25
-    done = asyncio.run(ask_long(client, 20, asyncio.sleep(0)))
+    fault(engine, "slow")
+
+    async def go_on():
+        (engine._private.path / "slow").unlink()
+
+    done = asyncio.run(ask_long(client, 20, go_on()))
     assert {each.token_ids for each in done} == {(in_folder(engine),) * 90}
     assert 1 <= most_at_once(engine._servers[0]) <= 5
 

@@ -4,9 +4,10 @@ The vocabularies are trained on a few sentences; what a family does with control
 space, unknown characters, system messages and tools is rebuilt.
 """
 
+import copy
 import json
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from tokenizers import (
@@ -452,8 +453,12 @@ def composes() -> PreTrainedTokenizerFast:
     return _build(_byte_level(), template, added, eos_token="<|end|>")
 
 
+def _copy(maker: Callable[[], PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
+    return copy.deepcopy(maker())  # a test may change its template
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
-    maker.__name__: cache(maker)
+    maker.__name__: partial(_copy, cache(maker))
     for maker in (
         qwen3, qwen2_5, qwen3_coder, llama2, llama2_metaspace, llama3, gemma, mistral, zephyr, phi3,
         phi4, deepseek, glm4, harmony, granite, unigram, wordpiece,
