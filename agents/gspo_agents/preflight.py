@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +123,8 @@ class Estimate:
     """Seconds of the run, those of `imitation` included."""
     imitation: float = 0.0
     """Seconds of the imitation before it."""
+    tight: Finding | None = None
+    """Set if episodes that fill their context would not fit into memory."""
 
 
 def memory(sizes: Sizes, config: Config, tokens: float, longest: int) -> dict[str, float]:
@@ -160,6 +162,17 @@ def memory(sizes: Sizes, config: Config, tokens: float, longest: int) -> dict[st
     return {name: size for name, size in parts.items() if size}
 
 
+def needed(sizes: Sizes, config: Config, tokens: float, longest: int) -> float:
+    """Returns the bytes that a run takes in addition to the weights that are loaded.
+
+    The arguments are those of `memory`. On a CPU, the cache is free during an update.
+    """
+    parts = memory(sizes, config, tokens, longest)
+    takes_turns = sizes.on_cpu and not config.supply.max_staleness
+    unused = min(parts.get("cache", 0.0), parts.get("largest pass", 0.0)) * takes_turns
+    return sum(parts.values()) - unused - sizes.parameters * sizes.weight
+
+
 def _slots(sizes: Sizes, config: Config) -> int:
     """Returns the slots of the engine's cache; on a CPU they are as many as are in use at once."""
     batch = config.tasks_per_step * config.rollout.group_size * (1 + config.supply.max_staleness)
@@ -169,10 +182,10 @@ def _slots(sizes: Sizes, config: Config) -> int:
 
 def remedies(sizes: Sizes, config: Config, tokens: float, longest: int, free: float) -> str:
     """Returns the flags with which a run fits into the free bytes, or with which it comes near."""
-    flags, more = "", _more(sizes, memory(sizes, config, tokens, longest))
+    flags, more = "", needed(sizes, config, tokens, longest)
     for flag, tree in _REMEDIES.items():
         changed = override(config, tree)
-        less = _more(sizes, memory(sizes, changed, tokens, longest))
+        less = needed(sizes, changed, tokens, longest)
         if less < more:
             config, more, flags = changed, less, f"{flags} {flag}"
         if more <= free:
@@ -181,7 +194,7 @@ def remedies(sizes: Sizes, config: Config, tokens: float, longest: int, free: fl
 
 
 def check(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> list[Finding]:
-    """Prints what a run needs and how long it takes; returns a finding if that is long.
+    """Prints what a run needs and how long it takes; returns what may go wrong.
 
     Args:
         agent: The agent before its training.
@@ -195,7 +208,8 @@ def check(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> list[Finding]:
     Progress().line("\n".join(f"{name:<13}{value}" for name, value in run.rows.items()))
     text = f"The run takes about {_clock(run.seconds)}."
     advice = "Lower --eval-tasks, --steps or --tasks-per-step, or raise --eval-every."
-    return [Finding(name="long", text=text, advice=advice)] * (run.seconds > _HOUR)
+    long = [Finding(name="long", text=text, advice=advice)] * (run.seconds > _HOUR)
+    return [*([run.tight] if run.tight else []), *long]
 
 
 def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate:
@@ -230,8 +244,10 @@ def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate:
         part = lengths.computed(math.ceil(groups / minibatches), episodes / minibatches)
         largest = max(part, imitated)
         more, text = _refuse(sizes, config, largest, lengths, free)
+        most, tight = _at_most(sizes, config, imitated, free)
+        text += f"; at most {_gb(max(most, more))}, if episodes fill their context"
         rows = {"memory": text, "run": f"not known; measuring it takes more than {_LIMIT:g} s"}
-        unknown = Estimate(lengths=lengths, more=more, rows=rows, seconds=0.0)
+        unknown = Estimate(lengths=lengths, more=more, rows=rows, seconds=0.0, tight=tight)
         measuring = _measure_engine(engine, int(lengths.prompt), few.rollout.concurrency, model)
         left = max(0.0, deadline - time.monotonic())
         prompt_token, step, decoded_token = loop.run(asyncio.wait_for(measuring, left))
@@ -277,7 +293,7 @@ def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate:
         "run": f"{_clock(seconds)}, of which {_clock(evaluating)} evaluate and "
         f"{_clock(imitation)} imitate",
     }
-    return Estimate(lengths=lengths, more=more, rows=rows, seconds=seconds, imitation=imitation)
+    return replace(unknown, rows=rows, seconds=seconds, imitation=imitation)
 
 
 def price(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> dict[str, float]:
@@ -310,7 +326,8 @@ def _refuse(
 ) -> tuple[float, str]:
     """Returns the bytes that a run takes and describes them; raises if they are not free."""
     parts = memory(sizes, config, tokens, lengths.longest)
-    more, shown = _more(sizes, parts), ", ".join(f"{n} {_gb(size)}" for n, size in parts.items())
+    more = needed(sizes, config, tokens, lengths.longest)
+    shown = ", ".join(f"{n} {_gb(size)}" for n, size in parts.items())
     text = f"{shown}: {_gb(more)} more, of {_gb(free)} that are free"
     if more > free:
         help_ = remedies(sizes, config, tokens, lengths.longest, free)
@@ -318,9 +335,29 @@ def _refuse(
     return more, text
 
 
-def _more(sizes: Sizes, parts: Mapping[str, float]) -> float:
-    """Returns the bytes that a run takes in addition to the weights that are loaded."""
-    return sum(parts.values()) - sizes.parameters * sizes.weight
+def _at_most(
+    sizes: Sizes, config: Config, imitated: float, free: float
+) -> tuple[float, Finding | None]:
+    """Returns the bytes of a run whose episodes fill their context, and a finding if they lack.
+
+    Args:
+        sizes: The model.
+        config: The settings, with `learner.microbatch_tokens`.
+        imitated: Tokens of a step of imitation.
+        free: Bytes that are free.
+    """
+    longest, learner = config.rollout.max_context, config.learner
+    episodes = config.tasks_per_step * config.rollout.group_size
+    tokens = max(imitated, math.ceil(episodes / min(learner.minibatches, episodes)) * longest)
+    most = needed(sizes, config, tokens, longest)
+    if most <= free:
+        return most, None
+    text = (
+        f"Episodes that fill their context of {longest:,} tokens would take {_gb(most)} more, and "
+        f"{_gb(free)} are free: a model that learns to write more may run out of memory."
+    )
+    advice = f"Lower --max-context. {remedies(sizes, config, tokens, longest, free)}"
+    return most, Finding(name="memory", text=text, advice=advice)
 
 
 def _sizes(model: Any) -> Sizes:

@@ -52,13 +52,21 @@ def keep_memory() -> None:
     """Lets glibc keep freed memory, so that the next tensors need no pages of the system.
 
     A tensor of a few hundred kB is a few pages' time to compute, and the system clears each page.
-    The peak of the memory stays the same. Does nothing without glibc, or where a variable of the
-    user sets its allocator.
+    Larger tensors cannot use it, so call `return_memory` before many of them. Does nothing without
+    glibc, or where a variable of the user sets its allocator.
     """
     variables = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-    if sys.platform != "linux" or any(name in os.environ for name in variables):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, _KEPT)
-        mallopt(_MMAP_THRESHOLD, _LARGEST)
+    if not any(name in os.environ for name in variables):
+        _call_glibc("mallopt", _TRIM_THRESHOLD, _KEPT)
+        _call_glibc("mallopt", _MMAP_THRESHOLD, _LARGEST)
+
+
+def return_memory() -> None:
+    """Gives freed memory back to the system; does nothing without glibc."""
+    _call_glibc("malloc_trim", 0)
+
+
+def _call_glibc(name: str, *arguments: int) -> None:
+    function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    if function is not None:
+        function(*arguments)

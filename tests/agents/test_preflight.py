@@ -19,6 +19,7 @@ from gspo_agents.preflight import (
     free_memory,
     group_memory,
     memory,
+    needed,
     remedies,
 )
 from gspo_env.cli.main import parse
@@ -75,6 +76,16 @@ def test_a_cpu_has_more_copies_in_bfloat16_and_holds_a_checkpoint_in_memory():
         assert memory(on_cpu, override(few, tree), **WORK)["cache"] == slots * 500 * 1000
     parts = memory(on_cpu, ROWS, 1, 1)
     assert parts["gradients"] + parts["largest pass"] == 12e6  # of a checkpoint
+
+
+def test_a_cache_on_a_cpu_is_free_during_an_update_unless_episodes_are_played_meanwhile():
+    on_cpu = dataclasses.replace(SIZES, on_cpu=True)
+    for sizes, staleness, unused in ((on_cpu, 0, True), (on_cpu, 1, False), (SIZES, 0, False)):
+        config = override(ROWS, {"supply": {"max_staleness": staleness}})
+        for longest in (50, 50_000):  # the pass is larger, and the cache is
+            parts = memory(sizes, config, 6000, longest)
+            less = min(parts["cache"], parts["largest pass"]) if unused else 0
+            assert needed(sizes, config, 6000, longest) == sum(parts.values()) - 4e6 - less
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -232,6 +243,23 @@ def test_what_cannot_fit_is_refused_before_training(agent, monkeypatch):
     monkeypatch.setattr("gspo_agents.preflight.free_memory", lambda model: 1000.0)
     with pytest.raises(TrainingError, match=r"does not fit into memory: weights .* are free"):
         check(agent, ())
+
+
+def test_episodes_that_would_not_fit_if_they_filled_their_context_are_a_finding(
+    agent, capsys, monkeypatch
+):
+    config = override(Config(), {"tasks_per_step": 2, "eval_tasks": 4, **SHORT})
+    long = {"max_turn_tokens": 8, "max_context": 4096, "concurrency": 8}
+    wordy = GSPOAgent(agent.model, Wordy, override(config, {"rollout": long}), agent.tokenizer)
+    assert not [f for f in check(wordy, ()) if f.name == "memory"]
+    shown = capsys.readouterr().out
+    said = re.search(r"([\d.]+) GB more, of .*; at most ([\d.]+) GB, if episodes fill", shown)
+    usual, most = (float(size) * 1e9 for size in said.groups())
+    assert most > 1.2 * usual
+    monkeypatch.setattr("gspo_agents.preflight.free_memory", lambda model: (usual + most) / 2)
+    (finding,) = [f for f in check(wordy, ()) if f.name == "memory"]
+    assert "context of 4,096 tokens" in finding.text
+    assert re.match(r"Lower --max-context. (It fits with|With) --", finding.advice)
 
 
 @pytest.mark.parametrize(

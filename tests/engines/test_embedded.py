@@ -3,18 +3,22 @@
 import asyncio
 import copy
 import random
+import sys
 from itertools import pairwise
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from support import architectures
 from support.logprobs import difference
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.embedded import engine as transformers
 from gspo_env.engines.embedded import kv_attention
 from gspo_env.engines.embedded.engine import TransformersEngine, sample
+from gspo_env.engines.embedded.start import start_embedded
 from gspo_env.errors import EngineError
 
 
@@ -291,3 +295,63 @@ def test_long_prompts_of_several_lengths_have_the_logprobs_of_a_plain_pass(windo
 
     for prompt, done in zip(prompts, asyncio.run(play()), strict=True):
         assert difference(plain, prompt, done) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A model whose cache is large: 16 kB a token, 0.5 GB for 64 sequences of 500."""
+    config = Qwen3Config(
+        **{"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4},
+        **{"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64},
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config).eval()
+
+
+async def play_apart(engine, size):
+    """Samples 64 sequences that diverge after a prompt of so many tokens."""
+    settings = [Sampling(max_tokens=4, temperature=1e3, seed=n) for n in range(64)]
+    prompt = [3 + n % 200 for n in range(size)]
+    return await asyncio.gather(*(engine.generate(prompt, sampling) for sampling in settings))
+
+
+def resident():
+    return psutil.Process().memory_info().rss
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the allocator of glibc")
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_large_cache_is_free_during_an_update_and_samples_the_same_bits_after_it(wide, copy):
+    engine = start_embedded(wide, max_slots=64, max_context=512, copy=copy)
+
+    async def play():
+        before = await play_apart(engine, 480)
+        held = resident()
+        await engine.sleep()
+        freed = held - resident()
+        await engine.update_weights([], 1)
+        return before, freed, await play_apart(engine, 480)
+
+    before, freed, after = asyncio.run(play())
+    assert freed > 0.8 * 64 * 484 * 16384
+    assert [(d.token_ids, d.logprobs) for d in before] == [(d.token_ids, d.logprobs) for d in after]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the allocator of glibc")
+@pytest.mark.parametrize("lend", [False, True])
+def test_a_large_cache_takes_the_place_of_memory_that_an_update_has_freed(wide, lend):
+    engine = TransformersEngine(wide, max_slots=64, max_context=512)
+
+    async def play():
+        await play_apart(engine, 400 if lend else 100)
+        await engine.sleep()
+        update = [torch.ones(1 << 21) for _ in range(50)]
+        last = torch.ones(1 << 20)  # behind them, so that the heap keeps its end
+        held = resident()
+        del update
+        await engine.update_weights([], 1)
+        await play_apart(engine, 400)
+        return held, resident(), last
+
+    held, after, _ = asyncio.run(play())
+    assert after - held < 0.5 * 64 * 404 * 16384

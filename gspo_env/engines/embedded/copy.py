@@ -65,6 +65,10 @@ class CopyEngine(Engine):
         """Clears the cache; see `Engine.forget`."""
         await self._engine.forget()
 
+    async def sleep(self) -> None:
+        """Frees a large cache on a CPU; see `Engine.sleep`."""
+        await self._engine.sleep()
+
     def close(self) -> None:
         """Frees the cache and rejects further requests."""
         self._engine.close()

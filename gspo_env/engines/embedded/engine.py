@@ -112,6 +112,15 @@ class TransformersEngine(Engine):
         await self.drain()
         self._sequences.clear()
 
+    async def sleep(self) -> None:
+        """Frees a large cache on a CPU; the weights are the learner's.
+
+        Raises:
+            EngineError: Requests still run after minutes.
+        """
+        await self.forget()
+        self._cache.lend()
+
     async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Clears the cache; the engine already shares the learner's weights.
 

@@ -18,12 +18,15 @@ from gspo_env.batch.packing import upload
 from gspo_env.engines.embedded.kv_attention import Queries, common_prefix
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import is_half, padded_length, value_places
+from gspo_env.model.threads import return_memory
 from gspo_env.types import IntArray
 
 if TYPE_CHECKING:
     from gspo_env.engines.embedded.direct import DirectForward
 
 _FIRST_CAPACITY = 128
+_LARGE = 1 << 28
+"""Bytes of a cache on a CPU that the learner gets during an update."""
 
 
 class KVCache:
@@ -42,6 +45,7 @@ class KVCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.device = next(model.parameters()).device
         self._most_slots, self._slots, self._graphs = slots, 0, None
+        self._lent = False
         if self.device.type == "cuda":
             self._slots = slots + 1  # where the idle slots of a graph write
             from gspo_env.engines.embedded.graphs import DecodeGraphs
@@ -59,6 +63,15 @@ class KVCache:
         self._layers.clear()
         if self._graphs is None:
             self._slots = 0
+
+    def lend(self) -> None:
+        """Frees the memory of a large cache on a CPU until the next step, which needs as much."""
+        if self.device.type == "cpu" and self._bytes() >= _LARGE:
+            self._layers.clear()
+            self._lent = True
+
+    def _bytes(self) -> int:
+        return sum(tensor.nbytes for layer in self._layers.values() for tensor in layer)
 
     def _moved(self) -> None:
         if self._graphs is not None:
@@ -147,6 +160,9 @@ class KVCache:
     def layer(self, index: int, key: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a layer's keys and values, allocated at its first use."""
         if index not in self._layers:
+            if self._lent:
+                return_memory()  # of the learner
+                self._lent = False
             self._layers[index] = self._allocate(key.shape[1], key)
         return self._layers[index]
 
@@ -176,6 +192,8 @@ class KVCache:
             self._layers[index] = self._allocate(layer[1].shape[1], layer[1])
             for new, old in zip(self._layers[index], layer, strict=True):
                 new[:held, :, :before] = old[:, :, :before]
+        if self.device.type == "cpu" and self._bytes() >= _LARGE:
+            return_memory()  # of the smaller tensors, whose places are too small for later ones
 
 
 class _Step:
