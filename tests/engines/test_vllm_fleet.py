@@ -7,15 +7,17 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
 import zlib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
 
 from gspo_env.engines.base import Sampling
-from gspo_env.engines.vllm import process, server
+from gspo_env.engines.vllm import adapter, process, server
 from gspo_env.engines.vllm.process import State
 from gspo_env.engines.vllm.requests import ServerClient
 from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
@@ -40,6 +42,39 @@ def start(model, monkeypatch):
     yield begin
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A client of a server that somebody else started, which has an adapter of theirs."""
+    settings, port = tmp_path / "settings.yaml", process.free_port("127.0.0.1")
+    settings.write_text('{"enable-lora": true}')
+    options = ["--uds", str(tmp_path / "s"), "--config", str(settings), "--port", str(port)]
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "adapter_model.safetensors").write_bytes(b"theirs")
+    with subprocess.Popen([*PRETEND, *options]) as running:
+        try:
+            one = process.Server(address=f"http://127.0.0.1:{port}")
+            process.wait([one], 60.0)
+            with one.client(5.0) as client:
+                load(client, "theirs", theirs)
+                yield client
+        finally:
+            running.kill()
+
+
+def load(client, name, folder):
+    body = {"lora_name": name, "lora_path": str(folder)}
+    client.post("/v1/load_lora_adapter", json=body).raise_for_status()
+
+
+def adapters(client):
+    """The names of the adapters that requests may have, and the numbers of those in memory."""
+    (numbers,) = client.post(
+        "/collective_rpc", json={"method": "adapter_ids", "kwargs": {}}
+    ).json()["results"]
+    return {each["id"] for each in client.get("/v1/models").json()["data"]}, numbers
 
 
 @pytest.fixture(params=["whole", "adapter"])
@@ -244,6 +279,44 @@ def test_a_server_that_somebody_started_again_without_the_adapter_is_not_used(st
     assert "does not have the adapter" in reason
     assert asyncio.run(ask(engine, 4)) == [in_folder(engine)] * 4
     assert engine.servers_lost == 1
+
+
+def test_an_adapter_shares_a_server_with_those_of_others_and_is_freed_in_the_end(
+    start, model, foreign
+):
+    policy = add_adapter(model, 2)
+    for version in (1, 2):  # the second run finds no trace of the first one
+        engine = start(policy, addresses=(str(foreign.base_url),), adapter_only=True)
+        assert adapters(foreign)[0] == {"theirs", engine.adapter}
+        before = asyncio.run(ask(engine, 2))
+        assert before == [in_folder(engine)] * 2
+        change(policy)
+        asyncio.run(engine.update_weights(weights(engine, policy), version))
+        assert asyncio.run(ask(engine, 2)) == [in_folder(engine)] * 2 != before
+        body = {"token_ids": [3], "model": "theirs", "sampling_params": {"max_tokens": 1}}
+        (choice,) = foreign.post("/inference/v1/generate", json=body).json()["choices"]
+        base = b"".join(file.read_bytes() for file in engine._folder.glob("*.safetensors"))
+        assert choice["token_ids"] == [zlib.crc32(base + b"theirs") % 1000]
+        engine.close()
+        assert adapters(foreign) == ({"theirs"}, [1])
+
+
+def test_an_adapter_of_another_run_that_has_the_same_name_is_not_replaced(start, model, foreign):
+    policy, theirs = add_adapter(model, 2), adapter.NAME
+    with TemporaryDirectory() as folder:
+        load(foreign, theirs, folder)
+        with pytest.raises(
+            EngineError, match=r"has an adapter 'gspo-env-adapter' of its own, from"
+        ):
+            start(policy, addresses=(str(foreign.base_url),), adapter_only=True)
+    assert theirs in adapters(foreign)[0]
+
+
+def test_an_adapter_that_a_killed_run_left_is_replaced(start, model, foreign):
+    load(foreign, adapter.NAME, "/tmp/gspo-env-servers-gone/adapter")
+    policy = add_adapter(model, 2)
+    engine = start(policy, addresses=(str(foreign.base_url),), adapter_only=True)
+    assert asyncio.run(ask(engine, 2)) == [in_folder(engine)] * 2
 
 
 def most_at_once(server):

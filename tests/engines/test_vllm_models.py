@@ -5,25 +5,34 @@ Runs where vLLM is installed: `pytest -m vllm`.
 
 import asyncio
 import copy
+import os
+import signal
+from contextlib import contextmanager
 
+import httpx2 as httpx
 import numpy as np
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from support.logprobs import difference, difference_by_version
 
 from gspo_env.batch.packing import pack
-from gspo_env.engines import Sampling
-from gspo_env.engines.vllm import local
+from gspo_env.engines import Completion, Sampling
+from gspo_env.engines.vllm import local, process, server
 from gspo_env.engines.vllm.local import VLLM, VLLMEngine
+from gspo_env.engines.vllm.requests import sampling_fields
 from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
+from gspo_env.engines.vllm.settings import EXTENSION
 from gspo_env.errors import EngineError
 from gspo_env.model.adapters import add_adapter
 from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.export import Exporter, named_weights
 from gspo_env.model.scorer import Scorer
 from gspo_env.model.unused import hide
-from gspo_env.training.weight_check import HALF_TOLERANCE, difference
+from gspo_env.runtime.processes import spawn
+from gspo_env.training.weight_check import HALF_TOLERANCE
+from gspo_env.training.weight_check import difference as mean_difference
 
 pytestmark = pytest.mark.vllm
 
@@ -82,7 +91,7 @@ def differs(engine, model, packed=False):
         places = np.flatnonzero(sample.mask)
         return logprobs[places - 1, ids[0, places]].double().numpy()
 
-    return asyncio.run(difference(engine, score, PROMPTS, max_tokens=12))
+    return asyncio.run(mean_difference(engine, score, PROMPTS, max_tokens=12))
 
 
 def sync(engine, weights):
@@ -226,6 +235,127 @@ def test_an_adapter_travels_alone_and_requests_in_flight_go_on_with_it(start, ki
         expected = both[versions - 1, np.arange(100), list(done.token_ids)]
         assert (torch.tensor(done.logprobs) - expected).abs().max() < 1e-4
     assert differs(engine, model) < 1e-5
+
+
+def test_adapters_of_servers_that_are_killed_in_actions_and_in_an_update_are_never_stale(
+    start, monkeypatch
+):
+    model = add_adapter(tiny("Llama"), 4)
+    perturb(model)
+    engine = start(
+        model, VLLMServerEngine, VLLMServer(replicas=2, enforce_eager=True, adapter_only=True)
+    )
+    assert engine.adapter_only
+    models, adopt, kills = [copy.deepcopy(model)], server.call, []
+
+    def killing(client, method, **keywords):
+        if method == "load_adapter" and kills == ["an action"]:
+            kills.append("an update")
+            os.kill(engine.pids[-1], signal.SIGKILL)
+        return adopt(client, method, **keywords)
+
+    monkeypatch.setattr(server, "call", killing)
+
+    async def play():
+        jobs = [
+            asyncio.create_task(engine.generate([9, 8, 7], Sampling(max_tokens=110, seed=n)))
+            for n in range(8)
+        ]
+        while not all(each.requests for each in engine._servers):
+            await asyncio.sleep(0.01)
+        kills.append("an action")
+        os.kill(engine.pids[0], signal.SIGKILL)
+        log = list(await asyncio.gather(*jobs))
+        for version in (1, 2):
+            perturb(model)
+            models.append(copy.deepcopy(model))
+            jobs = [
+                asyncio.create_task(engine.generate([9, 8, 7], Sampling(max_tokens=110, seed=n)))
+                for n in range(8)
+            ]
+            await asyncio.sleep(0)
+            await engine.update_in_flight(named_weights(model, adapter=True), version)
+            log += await asyncio.gather(*jobs)
+        while engine.copies < 2:
+            await asyncio.sleep(0.1)
+        for each in (0, 1):  # started again, empty
+            log.append(await engine.generate_on(each, [9, 8, 7], Sampling(max_tokens=20)))
+        return log
+
+    log = asyncio.run(play())
+    assert kills == ["an action", "an update"]
+    assert engine.servers_lost == engine.server_restarts == 2
+    assert [len(done.token_ids) for done in log] == [110] * 24 + [20] * 2
+    assert {done.weights_version for done in log[-2:]} == {2}
+    assert max(difference_by_version(models, [9, 8, 7], done) for done in log) < 1e-4
+
+
+def test_an_adapter_shares_a_server_with_those_of_others_and_is_freed_in_the_end(start, tmp_path):
+    base = tiny("Llama")
+    theirs, model = (add_adapter(copy.deepcopy(base), rank) for rank in (2, 4))
+    perturb(theirs)
+    base.save_pretrained(tmp_path / "base")
+    theirs.save_pretrained(tmp_path / "theirs")
+    with foreign_server(tmp_path / "base", tmp_path) as address:
+        client = httpx.Client(base_url=address, timeout=60.0)
+        body = {"lora_name": "theirs", "lora_path": str(tmp_path / "theirs")}
+        client.post("/v1/load_lora_adapter", json=body).raise_for_status()
+        settings = VLLMServer(addresses=(address,), adapter_only=True)
+
+        def names():
+            return {each["id"] for each in client.get("/v1/models").json()["data"]} - {"base"}
+
+        for version in (1, 2):
+            engine = start(model, VLLMServerEngine, settings)
+            assert engine.adapter_only
+            for _ in range(2):
+                perturb(model)
+                asyncio.run(engine.update_weights(named_weights(model, adapter=True), version))
+                assert differs(engine, model) < 1e-5
+                assert names() == {"theirs", engine.adapter}
+                assert difference(theirs, [9, 8, 7], asked(client, "theirs")) < 1e-4
+            with pytest.raises(EngineError, match="has an adapter 'gspo-env-adapter' of its own"):
+                start(model, VLLMServerEngine, settings)
+            assert differs(engine, model) < 1e-5
+            engine.close()
+            assert names() == {"theirs"}
+
+
+@contextmanager
+def foreign_server(model, folder):
+    """The address of a vLLM server that somebody else started, with room for two adapters."""
+    port = process.free_port("127.0.0.1")
+    command = [
+        *(*process._command(model), "--host", "127.0.0.1", "--port", str(port)),
+        *("--enforce-eager", "--enable-scale-out", "--skip-tokenizer-init", "--max-model-len"),
+        *("128", "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION),
+        *("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--block-size", "32"),
+        *("--dtype", "float32", "--no-enable-chunked-prefill", "--served-model-name", "base"),
+    ]
+    environment = {
+        **{"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
+        **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    }
+    with (folder / "log").open("wb") as log:
+        guard = spawn(command, log=log, env={**os.environ, **environment})
+    one = process.Server(address=f"http://127.0.0.1:{port}")
+    try:
+        process.wait([one], 300.0)
+        yield one.address
+    finally:
+        guard.ask_to_end()
+        guard.end()
+
+
+def asked(client, name):
+    """A completion by one of the server's models."""
+    sampling = sampling_fields(Sampling(max_tokens=20, seed=3))
+    body = {"token_ids": [9, 8, 7], "model": name, "sampling_params": sampling}
+    (choice,) = (
+        client.post("/inference/v1/generate", json=body).raise_for_status().json()["choices"]
+    )
+    logprobs = [place["logprob"] for place in choice["logprobs"]["content"]]
+    return Completion.of(choice["token_ids"], logprobs, "length", [(0, 0)])
 
 
 def test_an_adapter_that_the_engine_does_not_take_travels_in_whole_weights(start, caplog):

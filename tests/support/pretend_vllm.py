@@ -7,12 +7,14 @@ the weights have changed.
 """
 
 import fcntl
+import itertools
 import json
 import os
 import sys
 import threading
 import time
 import zlib
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 from pretend_http import Handler, Server
@@ -45,8 +47,8 @@ def read(folder):
 
 class VLLM(Handler):
     base, adapters = b"", {}
-    cached = -1
-    resets = 0
+    roots, numbers, loaded = {}, itertools.count(1), {}
+    cached, resets = {}, 0
     version = "default"
     going = threading.Event()
     counting, running, most = threading.Lock(), 0, 0
@@ -57,7 +59,8 @@ class VLLM(Handler):
         if self.path == "/metrics":
             self.answer_metrics()
             return
-        self.answer({"vllm_config": INFO, "world_size": 1})
+        models = [{"id": name, "root": root} for name, root in VLLM.roots.items()]
+        self.answer({"vllm_config": INFO, "world_size": 1, "data": models})
 
     def do_POST(self):
         body = self.body()
@@ -68,19 +71,28 @@ class VLLM(Handler):
             if method == "load_checked":
                 VLLM.base = read(folder)
             elif method == "load_adapter":
-                (name,) = VLLM.adapters
-                VLLM.adapters[name] = read(folder)
+                VLLM.adapters[VLLM.loaded[int(fields["kwargs"]["number"])]] = read(folder)
+            elif method == "adapter_ids":
+                self.answer({"results": [sorted(VLLM.loaded)]})
+                return
+            elif method == "free_adapter":
+                VLLM.loaded.pop(int(fields["kwargs"]["number"]))
             refused = method != "start_checking" and takes("refuses")
             self.answer({"results": [{"unread": ["w"] * refused, "stale": []}]})
         elif path == "/reset_prefix_cache":
-            VLLM.cached = zlib.crc32(VLLM.base + b"".join(VLLM.adapters.values())) % 1000
+            adapters = {"": b"", **VLLM.adapters}
+            VLLM.cached = {n: zlib.crc32(VLLM.base + a) % 1000 for n, a in adapters.items()}
             VLLM.resets += query == "reset_running_requests=true"
             self.answer({"success": not takes("held")})
         elif path == "/v1/unload_lora_adapter":
             VLLM.adapters.pop(fields["lora_name"], None)
-            self.answer({})
+            VLLM.roots.pop(fields["lora_name"], None)
+            self.answer({})  # the worker keeps it, as vLLM's does
         elif path == "/v1/load_lora_adapter":
-            VLLM.adapters[fields["lora_name"]] = read(fields["lora_path"])
+            name = fields["lora_name"]
+            VLLM.adapters[name] = read(fields["lora_path"])
+            VLLM.roots[name] = fields["lora_path"]
+            VLLM.loaded[next(VLLM.numbers)] = name
             super().answer({}, 200 if STARTED_WITH.get("enable-lora") else 404)
         elif path == "/pause":
             VLLM.going.clear()
@@ -103,19 +115,21 @@ class VLLM(Handler):
                 VLLM.running += 1
                 VLLM.most = max(VLLM.most, VLLM.running)
             try:
-                choice = self.sample(fields["sampling_params"]["max_tokens"])
+                choice = self.sample(
+                    fields.get("model", ""), fields["sampling_params"]["max_tokens"]
+                )
             finally:
                 with VLLM.counting:
                     VLLM.running -= 1
             choice["finish_reason"] = "abort" if takes("abort") else "length"
             self.answer({"choices": [{}] if takes("empty") else [choice]})
 
-    def sample(self, tokens):
-        weights, resets, ids, spans = VLLM.cached, VLLM.resets, [], []
+    def sample(self, name, tokens):
+        weights, resets, ids, spans = VLLM.cached.get(name, -1), VLLM.resets, [], []
         for n in range(tokens):
             VLLM.going.wait()
             if resets != VLLM.resets:
-                weights, resets = VLLM.cached, VLLM.resets
+                weights, resets = VLLM.cached.get(name, -1), VLLM.resets
             if not spans or spans[-1]["version"] != VLLM.version:
                 spans.append({"version": VLLM.version, "start": n})
             ids.append(weights)
@@ -145,4 +159,7 @@ most {VLLM.most}
         super().answer(value, 500 if takes("fails") else 200)
 
 
+if "--port" in sys.argv:  # it was started by somebody else
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    ThreadingHTTPServer(("127.0.0.1", port), VLLM).serve_forever()
 Server(str(SOCKET), VLLM).serve_forever()

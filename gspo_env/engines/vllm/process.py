@@ -64,6 +64,8 @@ class Server:
     """Process id, if it was started here and has answered."""
     dtype: str = ""
     """Dtype of its weights; empty until the first weights are sent."""
+    adapter_id: int = 0
+    """The number that the server gave the run's adapter."""
     channel: Any = None
     """Sends weights with vLLM's transfer API; None until the first transfer."""
     requests: set[asyncio.Future[Any]] = field(default_factory=set)
@@ -85,7 +87,8 @@ class Server:
     def start(self) -> None:
         """Starts the server, without waiting until it is ready."""
         Path(self.socket).unlink(missing_ok=True)
-        self.dtype, self.channel, self.pid, self.failures = "", None, 0, 0
+        self.dtype, self.channel = "", None
+        self.pid = self.adapter_id = self.failures = 0
         with self.log.open("wb") as sink:
             self.guard = spawn(self.command, log=sink, env=self.environment)
 

@@ -6,11 +6,13 @@ Imports no torch, so that the workers of a rollout do not need its memory.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx2 as httpx
@@ -24,6 +26,10 @@ from gspo_env.errors import EngineError
 if TYPE_CHECKING:
     from gspo_env.engines.vllm.cache_limit import CacheLimit
 
+logger = logging.getLogger(__name__)
+
+SERVERS_PREFIX = "gspo-env-servers-"
+"""The beginning of the name of a run's temporary folder for its servers."""
 RESET_SECONDS = 60.0
 """Maximum time until a server has reset its cache."""
 _KEEP_ALIVE = 2.0
@@ -334,17 +340,51 @@ def call(client: httpx.Client, method: str, **keywords: str) -> Any:
     return client.post("/collective_rpc", json=body).raise_for_status().json().get("results")
 
 
-def register_adapter(client: httpx.Client, name: str, folder: str) -> str:
-    """Has a server sample with an adapter on request; returns an error message, or ""."""
-    client.post("/v1/unload_lora_adapter", json={"lora_name": name})  # of an earlier run
+def register_adapter(server: Server, client: httpx.Client, name: str, folder: str) -> str:
+    """Has a server sample with an adapter on request; returns an error message, or "".
+
+    Raises:
+        EngineError: The server has another adapter of this name.
+    """
+    models = client.get("/v1/models").raise_for_status().json()["data"]
+    for root in (model["root"] for model in models if model["id"] == name):
+        if root != folder and not _is_left_over(root):
+            raise EngineError(
+                f"vLLM server {server.name} has an adapter {name!r} of its own, from {root!r}; "
+                "expected none of this name: end the run that uses it, or free it with POST "
+                "/v1/unload_lora_adapter"
+            )
+        client.post("/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
+    before = call(client, "adapter_ids")
     body = {"lora_name": name, "lora_path": folder}
     answer = client.post("/v1/load_lora_adapter", json=body)
-    if answer.status_code == 200:
-        return ""
-    return (
-        f"it answered {answer.status_code} to an adapter ({answer.text[:300]}); a running server "
-        "needs --enable-lora, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-    )
+    if answer.status_code != 200:
+        return (
+            f"it answered {answer.status_code} to an adapter ({answer.text[:300]}); a running "
+            "server needs --enable-lora, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+        )
+    new = set(call(client, "adapter_ids")[0]).difference(before[0])
+    if len(new) != 1:
+        return f"it got {len(new)} adapters at the same time; expected one"
+    (server.adapter_id,) = new
+    return ""
+
+
+def _is_left_over(root: str) -> bool:
+    """Returns whether an adapter is that of a run that was killed, whose folder is gone."""
+    path = Path(root)
+    return path.parent.name.startswith(SERVERS_PREFIX) and not path.exists()
+
+
+def free_adapter(server: Server, name: str) -> None:
+    """Frees the adapter of a server that goes on without this run."""
+    try:
+        with server.client(RESET_SECONDS) as client:
+            body = {"lora_name": name}
+            client.post("/v1/unload_lora_adapter", json=body).raise_for_status()
+            call(client, "free_adapter", number=str(server.adapter_id))
+    except httpx.HTTPError as error:
+        logger.warning("vLLM server %s keeps the adapter %r: %s", server.name, name, error)
 
 
 def reset_cache(client: httpx.Client) -> str:

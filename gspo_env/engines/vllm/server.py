@@ -27,11 +27,13 @@ from gspo_env.engines.vllm.local import adapter_for, check_loaded, engine_argume
 from gspo_env.engines.vllm.process import Server, State, make_server, stop, wait
 from gspo_env.engines.vllm.requests import (
     RESET_SECONDS,
+    SERVERS_PREFIX,
     ServerAddress,
     ServerList,
     ServerRequests,
     call,
     check_server,
+    free_adapter,
     register_adapter,
     reset_cache,
 )
@@ -80,7 +82,7 @@ class VLLMServerEngine(ServerRequests):
                 "the model has more ids than its tokenizer, which servers that already run would "
                 "sample; expected no addresses, so that the run starts servers without them"
             )
-        self._private = PrivateFolder("gspo-env-servers-")
+        self._private = PrivateFolder(SERVERS_PREFIX)
         shared = Path(config.shared_folder or self._private.path)
         self._folder = shared / "weights"
         self._adapter = adapter_for(config, model, self._exporter, shared / "adapter")
@@ -137,7 +139,8 @@ class VLLMServerEngine(ServerRequests):
         self._adapter.write(named_weights(model, adapter=True))
         for server in self._servers:
             with server.client(_SEND_SECONDS) as client:
-                if problem := register_adapter(client, NAME, str(self._adapter.folder)):
+                folder = str(self._adapter.folder)
+                if problem := register_adapter(server, client, NAME, folder):
                     return problem
         self._exporter.write(base_weights(model), self._folder)
         self.adapter = NAME
@@ -250,6 +253,8 @@ class VLLMServerEngine(ServerRequests):
             if server.state is State.SERVING and server.channel is not None:
                 server.channel.shutdown()
                 server.channel = None
+            if self.adapter and server.guard is None and server.adapter_id:
+                free_adapter(server, self.adapter)
         for thread in self._restarts:
             thread.join(RESET_SECONDS)
         stop(self._servers)
@@ -410,9 +415,11 @@ class VLLMServerEngine(ServerRequests):
                     check_loaded(call(client, "stop_checking"))
                 if self.adapter:
                     folder = str(self._adapter.folder)
-                    if first and (problem := register_adapter(client, self.adapter, folder)):
+                    if not server.adapter_id and (
+                        problem := register_adapter(server, client, self.adapter, folder)
+                    ):
                         return problem
-                    call(client, "load_adapter", folder=folder)
+                    call(client, "load_adapter", folder=folder, number=str(server.adapter_id))
                 version = {"new_version": str(self._sent)}  # for `Completion.weights_versions`
                 client.post("/update_weight_version", json=version).raise_for_status()
                 problem = reset_cache(client)

@@ -24,6 +24,8 @@ class CheckedWorker:
     add_lora: Any
     get_model: Any
     list_loras: Any
+    remove_lora: Any
+    vllm_config: Any
     reload_weights: Any
     model_config: Any
 
@@ -40,16 +42,23 @@ class CheckedWorker:
         self.reload_weights(weights_iterator=weights or _read(Path(folder)))
         return self.stop_checking()
 
-    def load_adapter(self, folder: str) -> None:
-        """Replaces the only adapter by that of a folder; requests in flight go on with it.
+    def adapter_ids(self) -> list[int]:
+        """Returns the numbers of the adapters that are loaded, also those of other users."""
+        return sorted(self.list_loras()) if self.vllm_config.lora_config else []
+
+    def load_adapter(self, folder: str, number: str) -> None:
+        """Replaces an adapter by that of a folder; requests in flight go on with it.
 
         A server that loads one in place does it anew before each of its steps, from a folder that
         may have changed since.
         """
         from vllm.lora.request import LoRARequest
 
-        (number,) = self.list_loras()
-        self.add_lora(LoRARequest("update", number, folder, load_inplace=True))
+        self.add_lora(LoRARequest("update", int(number), folder, load_inplace=True))
+
+    def free_adapter(self, number: str) -> None:
+        """Forgets an adapter that no request names any more."""
+        self.remove_lora(int(number))
 
     def start_checking(self) -> None:
         """Watches which weights the model loads, until `stop_checking`."""
