@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,6 +67,12 @@ async def play(limit, copies, count, **how):
         await asyncio.gather(*(one(number) for number in range(count)))
 
 
+async def settled():
+    """Lets each task go on until it waits for another one, however slow the machine is."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
 @asynccontextmanager
 async def held(limit, copies, count, **how):
     """Requests that run meanwhile; those that have no room yet wait."""
@@ -76,7 +83,7 @@ async def held(limit, copies, count, **how):
             await stop.wait()
 
     jobs = [asyncio.create_task(one(number)) for number in range(count)]
-    await asyncio.sleep(0.05)
+    await settled()
     try:
         yield jobs
     finally:
@@ -119,7 +126,10 @@ def test_a_prefix_that_requests_share_counts_once(shared, at_once):
     asyncio.run(run())
 
 
-def test_the_lengths_of_the_last_actions_tell_what_fits():
+def test_the_lengths_of_the_last_actions_tell_what_fits(monkeypatch):
+    still = SimpleNamespace(monotonic=lambda: 0.0)  # a slow machine samples no more
+    monkeypatch.setattr("gspo_env.engines.vllm.cache_limit.time", still)
+
     async def run():
         copy, limit = Copy(400), limit_of()
         async with held(limit, [copy], 30, most=100):
@@ -142,9 +152,9 @@ def test_an_episode_under_way_goes_before_one_that_begins():
 
         async with held(limit, [copy], 1, prompt=40):
             new = [asyncio.create_task(one(n, f"new {n}")) for n in range(2, 4)]
-            await asyncio.sleep(0.01)
+            await settled()
             known = asyncio.create_task(one(1, "first"))
-            await asyncio.sleep(0.01)
+            await settled()
             assert order == []
         await asyncio.gather(*new, known)
         assert order[0] == "first"
