@@ -245,7 +245,7 @@ def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate:
         largest = max(part, imitated)
         more, text = _refuse(sizes, config, largest, lengths, free)
         most, tight = _at_most(sizes, config, imitated, free)
-        text += f"; at most {_gb(max(most, more))}, if episodes fill their context"
+        text += f"; about {_gb(max(most, more))} if episodes fill their context"
         rows = {"memory": text, "run": f"not known; measuring it takes more than {_LIMIT:g} s"}
         unknown = Estimate(lengths=lengths, more=more, rows=rows, seconds=0.0, tight=tight)
         measuring = _measure_engine(engine, int(lengths.prompt), few.rollout.concurrency, model)

@@ -253,7 +253,7 @@ def test_episodes_that_would_not_fit_if_they_filled_their_context_are_a_finding(
     wordy = GSPOAgent(agent.model, Wordy, override(config, {"rollout": long}), agent.tokenizer)
     assert not [f for f in check(wordy, ()) if f.name == "memory"]
     shown = capsys.readouterr().out
-    said = re.search(r"([\d.]+) GB more, of .*; at most ([\d.]+) GB, if episodes fill", shown)
+    said = re.search(r"([\d.]+) GB more, of .*; about ([\d.]+) GB if episodes fill", shown)
     usual, most = (float(size) * 1e9 for size in said.groups())
     assert most > 1.2 * usual
     monkeypatch.setattr("gspo_agents.preflight.free_memory", lambda model: (usual + most) / 2)
