@@ -179,7 +179,9 @@ def test_an_evaluation_of_agentdojo_has_success_and_attack_rate_side_by_side():
 
 
 @pytest.mark.suites
-@pytest.mark.parametrize(("domain", "tasks", "free"), [("retail", 114, 7), ("telecom", 114, 0)])
+@pytest.mark.parametrize(
+    ("domain", "tasks", "free"), [("retail", 114, 7), ("airline", 50, 19), ("telecom", 114, 0)]
+)
 def test_the_gold_of_tau2_replays_and_free_tasks_are_left_out(domain, tasks, free):
     pytest.importorskip("inspect_evals")
     env = make_env("gspo/Tau2-v0", domain=domain).unwrapped

@@ -13,7 +13,7 @@ from gspo_env.tools.tool import Tool
 from gspo_envs.adapters.foreign import load
 from gspo_envs.adapters.instances import Calls, InstanceEnv, check_choice
 
-DOMAINS = ("retail", "telecom")
+DOMAINS = ("retail", "airline", "telecom")
 _load = partial(load, package="inspect-evals", extra="tau2")
 _READS = ("get_", "find_", "search_", "list_", "calculate", "transfer_")
 """How the names of tools begin that change nothing."""
@@ -24,13 +24,13 @@ class Tau2Env(InstanceEnv):
 
     The user is scripted: the first message says what the user wants and knows, the second one how
     the user insists, and then the user leaves. In `telecom`, the policy reads a ticket and operates
-    the user's phone too, as in the benchmark's solo mode. An episode of `retail`
-    succeeds if the database is as the reference calls leave it and the policy has said what the
+    the user's phone too, as in the benchmark's solo mode. An episode of the other
+    two succeeds if the database is as the reference calls leave it and the policy has said what the
     task demands; one of `telecom`, if the task's assertions hold and its required calls were made.
     Criteria in plain language are not judged.
 
     Args:
-        domain: `retail` or `telecom`.
+        domain: `retail`, `airline` or `telecom`.
         exclude_free: See `InstanceEnv`.
         max_turns: See `InstanceEnv`.
 
