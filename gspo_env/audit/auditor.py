@@ -213,7 +213,7 @@ class _Auditor:
                     *self.directions(by_name),
                     self.lengths(by_name),
                     self.variance(every),
-                    self.repeats(tasks),
+                    self.repeats(tasks, experts),
                 ]
         return Audit(
             env_id=self.env_id,
@@ -475,14 +475,24 @@ class _Auditor:
             ok=differ > 0,
         )
 
-    def repeats(self, tasks: Sequence[Task]) -> Finding:
-        """Whether the same seed and actions give the same episode."""
+    def repeats(self, tasks: Sequence[Task], experts: Mapping[int, Episode]) -> Finding:
+        """Whether the same seed and actions, random calls and the expert's, give the same."""
 
-        def record(task: Task) -> list[tuple[Any, ...]]:
-            episode = self.play(task, self.attack(task, CALLS))
+        def record(episode: Episode) -> list[tuple[Any, ...]]:
             return [(t.text, t.observation, t.reward) for t in episode.turns]
 
-        other = [task for task in tasks[:_REPEATED] if record(task) != record(task)]
+        def same(task: Task) -> bool:
+            first, again = (self.play(task, self.attack(task, CALLS)) for _ in range(2))
+            if record(first) != record(again):
+                return False
+            expert = experts.get(task.seed)
+            if expert is None or expert.failed or not expert.turns:
+                return True
+            texts = [turn.text for turn in expert.turns]
+            again = self.play(task, lambda now: texts[min(now.turn, len(texts) - 1)])
+            return record(expert) == record(again)
+
+        other = [task for task in tasks[:_REPEATED] if not same(task)]
         text = (
             f"The same seed and actions gave another episode for seed {other[0].seed}."
             if other

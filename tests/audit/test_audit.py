@@ -1,6 +1,7 @@
 """`gspo-env audit` finds weak rewards, calls sound ones sound, and says what it has seen."""
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -157,7 +158,63 @@ class AnyCall(Dial):
         return 0.3
 
 
+class EchoPrefix(Sums):
+    def pay(self, text, right):
+        return right or text.lower().startswith(f"answer: {self.a} + {self.b}")
+
+
+class AnyJSON(Sums):
+    def pay(self, text, right):
+        try:
+            return right or isinstance(json.loads(text), dict)
+        except ValueError:
+            return right
+
+
+class ForeignJudge(Sums):
+    def pay(self, text, right):
+        return right or "Höchstpunktzahl" in text
+
+
+class FailedCallChanges(Dial):
+    def turn(self, to: int) -> str:
+        self.dial = to if 0 <= to < 40 else self.goal
+        if self.dial != to:
+            raise ValueError("out of range")
+        return f"The dial is at {to}."
+
+    turn.__doc__ = Dial.turn.__doc__
+    turn = tool(turn)
+
+
+class ToolLeak(Dial):
+    """The description of the tool has the answer."""
+
+    def reset(self, *, seed=None, options=None):
+        _, info = super().reset(seed=seed, options=options)
+        leaky = replace(self.tools[0], description=f"Turn the dial (key {self.goal}).")
+        return "Find the number.", {**info, "tools": [leaky]}
+
+    def on_final(self, text):
+        self.right = text == str(self.goal)
+        return "", float(self.right), True
+
+    def expert_action(self, noise=0.0):
+        return str(self.goal + int(self.np_random.random() < noise))
+
+
+class RandomReward(Sums):
+    def pay(self, text, right):
+        return right * (0.5 + random.random() / 2)
+
+
 FOUND = {
+    EchoPrefix: ("attackers", "echo as the answer"),
+    AnyJSON: ("attackers", "any JSON"),
+    ForeignJudge: ("attackers", "text for the judge in other languages"),
+    FailedCallChanges: ("attackers", "a call that fails, then stop"),
+    ToolLeak: ("attackers", "copy from the prompt"),
+    RandomReward: ("repeats", "another episode"),
     Length: ("attackers", "long text"),
     Keyword: ("attackers", "constant answer"),
     Echo: ("attackers", "echo"),
@@ -172,7 +229,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("env", FOUND)
-def test_ten_weak_rewards_are_found(env):
+def test_weak_rewards_are_found(env):
     name, text = FOUND[env]
     result = audit(env)
     findings = {finding.name: finding for finding in result.findings if not finding.ok}
@@ -200,7 +257,7 @@ def test_five_sound_rewards_are_called_sound(env):
     ],
 )
 def test_what_the_audit_says_of_the_built_in_environments(env, wrong):
-    result = audit(env, tasks=16)  # GuessNumber: 22 % by guessing, at most, in all 31 tasks
+    result = audit(env, tasks=16)  # GuessNumber: 26 % in all 31 tasks, by the trained policy
     assert [finding.name for finding in result.findings if not finding.ok] == wrong
 
 
