@@ -53,8 +53,9 @@ _ROWS, _DECODED = (8, 64), 4
 _KEPT, _CHECKPOINTED = 1.15, 0.1
 """What a token's activations take, in values by each input and output of a linear layer, and the
 share of it with activation checkpointing: about those of SmolLM2."""
-_PROGRAM, _FILE = 0.3e9, 2**32
-"""Bytes of libraries that are loaded later and of episodes, and of a checkpoint's largest file."""
+_PROGRAM, _FILE = 0.7e9, 2**32
+"""Bytes of libraries that are loaded later, of episodes and of freed memory that the program keeps;
+and of a checkpoint's largest file."""
 _DISTINCT = 0.3
 """Share of a group's episodes that differ from the first where the policy has imitated."""
 _HOUR = 3600.0
@@ -165,12 +166,10 @@ def memory(sizes: Sizes, config: Config, tokens: float, longest: int) -> dict[st
 def needed(sizes: Sizes, config: Config, tokens: float, longest: int) -> float:
     """Returns the bytes that a run takes in addition to the weights that are loaded.
 
-    The arguments are those of `memory`. On a CPU, the cache is free during an update.
+    The arguments are those of `memory`.
     """
     parts = memory(sizes, config, tokens, longest)
-    takes_turns = sizes.on_cpu and not config.supply.max_staleness
-    unused = min(parts.get("cache", 0.0), parts.get("largest pass", 0.0)) * takes_turns
-    return sum(parts.values()) - unused - sizes.parameters * sizes.weight
+    return sum(parts.values()) - sizes.parameters * sizes.weight
 
 
 def _slots(sizes: Sizes, config: Config) -> int:

@@ -19,7 +19,6 @@ from gspo_agents.preflight import (
     free_memory,
     group_memory,
     memory,
-    needed,
     remedies,
 )
 from gspo_env.cli.main import parse
@@ -76,16 +75,6 @@ def test_a_cpu_has_more_copies_in_bfloat16_and_holds_a_checkpoint_in_memory():
         assert memory(on_cpu, override(few, tree), **WORK)["cache"] == slots * 500 * 1000
     parts = memory(on_cpu, ROWS, 1, 1)
     assert parts["gradients"] + parts["largest pass"] == 12e6  # of a checkpoint
-
-
-def test_a_cache_on_a_cpu_is_free_during_an_update_unless_episodes_are_played_meanwhile():
-    on_cpu = dataclasses.replace(SIZES, on_cpu=True)
-    for sizes, staleness, unused in ((on_cpu, 0, True), (on_cpu, 1, False), (SIZES, 0, False)):
-        config = override(ROWS, {"supply": {"max_staleness": staleness}})
-        for longest in (50, 50_000):  # the pass is larger, and the cache is
-            parts = memory(sizes, config, 6000, longest)
-            less = min(parts["cache"], parts["largest pass"]) if unused else 0
-            assert needed(sizes, config, 6000, longest) == sum(parts.values()) - 4e6 - less
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -255,7 +244,7 @@ def test_episodes_that_would_not_fit_if_they_filled_their_context_are_a_finding(
     shown = capsys.readouterr().out
     said = re.search(r"([\d.]+) GB more, of .*; about ([\d.]+) GB if episodes fill", shown)
     usual, most = (float(size) * 1e9 for size in said.groups())
-    assert most > 1.2 * usual
+    assert most > usual
     monkeypatch.setattr("gspo_agents.preflight.free_memory", lambda model: (usual + most) / 2)
     (finding,) = [f for f in check(wordy, ()) if f.name == "memory"]
     assert "context of 4,096 tokens" in finding.text
