@@ -64,6 +64,7 @@ ELSEWHERE = {
     "gspo-env train --recipe smollm2": "needs a package; run by the tests with the marker real",
     "gspo-env train --config story.toml": "needs the package of a model",
     "gspo-env train --config examples/sums.toml": "needs the package of a model",
+    "gspo-env evaluate runs/shell": "needs the training before it",
     "gspo-env evaluate --model smollm2": "needs the package of a model",
     "gspo-env train --env gspo/Program-v0": "needs tasks that a Python block writes",
     "gspo-env compare --config examples/compare.toml": "takes hours; see tests/compare",

@@ -392,7 +392,7 @@ def build(program: str, folder: Path, name: str, seconds: float = _BUILD_SECONDS
                 f"get it before: {program} pull {needed}"
             )
     logger.info("building the image %s of %s", image, folder)
-    flags = ["--network=none", f"--label={_LABEL}=image", "--tag", image]
+    flags = ["--network=none", "--force-rm", f"--label={_LABEL}=image", "--tag", image]
     flags += ["--pull=never"] if program == "podman" else []
     done = call(program, "build", *flags, str(folder.resolve()), seconds=seconds)
     if done.returncode:
