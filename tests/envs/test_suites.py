@@ -1,15 +1,21 @@
 """Suites of others: their gold replays, their own graders decide, and no task pays for no work."""
 
 import copy
+import os
 import re
+import select
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from gspo_env import format_tool_call, make_env, tool
 from gspo_env.check import check_env
+from gspo_env.errors import EnvironmentCrashError
 from gspo_env.rollout.play import demonstrator, play_now
 from gspo_env.tools.tool import as_tool
-from gspo_env.types import Task
+from gspo_env.types import StopReason, Task
 from gspo_envs.adapters.instances import InstanceEnv
 
 
@@ -193,3 +199,85 @@ def test_the_gold_of_tau2_replays_and_free_tasks_are_left_out(domain, tasks, fre
     assert len({episode.reset.task_key for episode in played}) == 8
     idle = [play_now(env, row, lambda now: "Done.") for row in rows]
     assert not any(episode.success for episode in idle)
+
+
+@pytest.mark.suites
+@pytest.mark.parametrize(
+    "game",
+    [
+        *("arithmetic", "coin", "cookingworld", "mapreader", "peckingorder", "simonsays"),
+        *("sorting", "twc"),
+    ],
+)
+def test_the_gold_of_textworld_express_replays_beside_a_second_game_of_the_seed(game):
+    pytest.importorskip("textworld_express")
+    env, beside = (make_env("gspo/TextWorldExpress-v0", game=game) for _ in range(2))
+    keys = set()
+    for seed in (0, 1, 2, 10**9, 10**9 + 1, 10**9 + 2):
+        first, info = env.reset(seed=seed)
+        assert beside.reset(seed=seed) == (first, info)
+        keys.add(info["task_key"])
+        rewards, over = [], False
+        while not over:
+            command = env.unwrapped.expert_action()
+            result = env.step(command)
+            assert beside.step(command) == result
+            over = result[2] or result[3]
+            rewards.append(result[1])
+        assert result[4]["success"]
+        assert sum(rewards) == pytest.approx(1)
+    env.close()
+    beside.close()
+    folds = [key.split()[1] for key in keys]
+    assert (folds.count("train"), folds.count("test")) == (3, 3)
+
+
+@pytest.mark.suites
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGSTOP, StopReason.ENV_TIMEOUT), (signal.SIGKILL, StopReason.CRASH)],
+)
+def test_a_java_process_that_hangs_or_dies_loses_its_episodes_and_the_next_ones_get_another(
+    number, reason
+):
+    pytest.importorskip("textworld_express")
+    env, beside = (make_env("gspo/TextWorldExpress-v0", timeout=10.0) for _ in range(2))
+    beside.reset(seed=2)
+    java = beside.unwrapped.java
+
+    def policy(now):
+        assert env.unwrapped.java is java
+        java.process.send_signal(number)
+        return "look around"
+
+    episode = play_now(env, Task(env_id="x", seed=1), policy)
+    assert (episode.failed, episode.stop_reason, episode.turns) == (True, reason, ())
+    with pytest.raises(EnvironmentCrashError, match="Java process failed"):
+        beside.step("look around")
+    assert play_now(env, Task(env_id="x", seed=1), demonstrator()).success
+    env.close()
+    assert play_now(beside, Task(env_id="x", seed=2), demonstrator()).success
+    process = beside.unwrapped.java.process
+    assert process.poll() is None
+    beside.close()
+    assert process.poll() is not None
+
+
+@pytest.mark.suites
+def test_a_java_process_ends_with_a_killed_trainer():
+    pytest.importorskip("textworld_express")
+    code = """if True:
+        from gspo_env import make_env
+        env = make_env("gspo/TextWorldExpress-v0")
+        env.reset(seed=0)
+        print(env.unwrapped.java.process.pid, flush=True)
+        input()
+    """
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as trainer:
+        java = int(trainer.stdout.readline())
+        handle = os.pidfd_open(java)
+        assert select.select([handle], [], [], 0)[0] == []
+        trainer.kill()
+    assert select.select([handle], [], [], 60)[0] == [handle]
+    os.close(handle)

@@ -14,7 +14,8 @@ from gspo_envs.adapters.foreign import load
 from gspo_envs.adapters.instances import Calls, InstanceEnv, check_choice
 
 DOMAINS = ("retail", "airline", "telecom")
-_load = partial(load, package="inspect-evals", extra="tau2")
+_INSTALL = "'gspo-env[tau2]' && pip install --no-deps inspect-evals==0.28.0"
+_load = partial(load, package="inspect-evals", install=_INSTALL)
 _READS = ("get_", "find_", "search_", "list_", "calculate", "transfer_")
 """How the names of tools begin that change nothing."""
 
