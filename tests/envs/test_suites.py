@@ -12,7 +12,7 @@ import pytest
 
 from gspo_env import format_tool_call, make_env, tool
 from gspo_env.check import check_env
-from gspo_env.errors import EnvironmentCrashError
+from gspo_env.errors import ConfigError, EnvironmentCrashError
 from gspo_env.rollout.play import demonstrator, play_now
 from gspo_env.tools.tool import as_tool
 from gspo_env.types import StopReason, Task
@@ -281,3 +281,13 @@ def test_a_java_process_ends_with_a_killed_trainer():
         trainer.kill()
     assert select.select([handle], [], [], 60)[0] == [handle]
     os.close(handle)
+
+
+@pytest.mark.suites
+@pytest.mark.parametrize("params", ["numLocations=abc", "numLocations=900", "rooms=3"])
+def test_parameters_that_a_game_cannot_take_are_refused_and_no_error_is_played(params):
+    pytest.importorskip("textworld_express")
+    env = make_env("gspo/TextWorldExpress-v0", game="coin", params=params)
+    with pytest.raises(ConfigError, match=f"params is '{params}'"):
+        env.reset(seed=0)
+    env.close()

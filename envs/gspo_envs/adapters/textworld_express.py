@@ -91,6 +91,11 @@ class TextWorldExpressEnv(JavaGameEnv):
         if problem := game.load(self._name, self._params):
             raise ConfigError(f"TextWorldExpress: params is {self._params!r}: {problem}")
         self._state = json.loads(game.generateNewGameJSON(row["seed"], row["fold"], gold))
+        if self._state["taskfailure"]:  # a value that the game cannot read is told nowhere else
+            raise ConfigError(
+                f"TextWorldExpress: params is {self._params!r}: {self._state['observation']} "
+                "Expected whole numbers, as in numLocations=3."
+            )
         return game
 
     def _screen(self, before: str = "") -> Screen:
