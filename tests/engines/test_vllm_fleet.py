@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
+import httpx2 as httpx
 import pytest
 
 from gspo_env.engines.base import Sampling
@@ -240,6 +241,40 @@ def test_a_server_that_refuses_the_weights_answers_others_and_has_no_version_of_
     assert not choice["weight_versions"][0]["version"].isdecimal()
 
 
+@pytest.mark.parametrize("adapter_only", [False, True])
+def test_the_requests_of_others_go_on_when_a_server_refuses_the_weights(
+    start, model, foreign, tmp_path, adapter_only
+):
+    policy = add_adapter(model, 2) if adapter_only else model
+    address = str(foreign.base_url).rstrip("/")
+    engine = start(policy, addresses=(address,), adapter_only=adapter_only)
+    own = ServerClient(engine.server_list, 4)
+    for name in ("slow", "refuses"):
+        (tmp_path / name).write_text("x")
+
+    async def play():
+        async with httpx.AsyncClient(base_url=address, timeout=60.0) as others:
+            body = {"token_ids": [3], "sampling_params": {"max_tokens": 90}}
+            theirs = asyncio.create_task(others.post("/inference/v1/generate", json=body))
+            ours = [
+                asyncio.create_task(each.generate([3], Sampling(max_tokens=90)))
+                for each in (engine, own)
+            ]
+            async with asyncio.timeout(60):
+                while running(foreign) < 3:
+                    await asyncio.sleep(0.01)
+                change(policy)
+                with pytest.raises(EngineError, match="none of the 1 vLLM servers is left"):
+                    await engine.update_in_flight(weights(engine, policy), 1)
+                own.replace_servers(engine.server_list)
+                failed = await asyncio.gather(*ours, return_exceptions=True)
+                return failed, (await theirs).json()["choices"][0]
+
+    failed, choice = asyncio.run(play())
+    assert [type(each) for each in failed] == [EngineError] * 2
+    assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 90)
+
+
 def test_a_request_for_one_server_reaches_it_also_if_it_is_the_busiest(start, model):
     engine = start(replicas=2)
     fault(engine, "slow")
@@ -317,6 +352,11 @@ def test_an_adapter_that_a_killed_run_left_is_replaced(start, model, foreign):
     policy = add_adapter(model, 2)
     engine = start(policy, addresses=(str(foreign.base_url),), adapter_only=True)
     assert asyncio.run(ask(engine, 2)) == [in_folder(engine)] * 2
+
+
+def running(http):
+    text = http.get("/metrics").text
+    return float(text.split("num_requests_running{} ")[1].split()[0])
 
 
 def most_at_once(server):

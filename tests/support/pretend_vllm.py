@@ -48,7 +48,7 @@ def read(folder):
 class VLLM(Handler):
     base, adapters = b"", {}
     roots, numbers, loaded = {}, itertools.count(1), {}
-    cached, resets = {}, 0
+    cached, resets, aborts = {}, 0, 0
     version = "default"
     going = threading.Event()
     counting, running, most = threading.Lock(), 0, 0
@@ -78,7 +78,10 @@ class VLLM(Handler):
             elif method == "free_adapter":
                 VLLM.loaded.pop(int(fields["kwargs"]["number"]))
             refused = method != "start_checking" and takes("refuses")
-            self.answer({"results": [{"unread": ["w"] * refused, "stale": []}]})
+            if refused and method == "load_adapter":
+                super().answer({}, 500)
+            else:
+                self.answer({"results": [{"unread": ["w"] * refused, "stale": []}]})
         elif path == "/reset_prefix_cache":
             adapters = {"": b"", **VLLM.adapters}
             VLLM.cached = {n: zlib.crc32(VLLM.base + a) % 1000 for n, a in adapters.items()}
@@ -96,6 +99,7 @@ class VLLM(Handler):
             super().answer({}, 200 if STARTED_WITH.get("enable-lora") else 404)
         elif path == "/pause":
             VLLM.going.clear()
+            VLLM.aborts += "mode=keep" not in query
             time.sleep(0.01)  # until the current step is done
             self.answer({})
         elif path == "/resume":
@@ -121,13 +125,17 @@ class VLLM(Handler):
             finally:
                 with VLLM.counting:
                     VLLM.running -= 1
-            choice["finish_reason"] = "abort" if takes("abort") else "length"
+            if takes("abort"):
+                choice["finish_reason"] = "abort"
             self.answer({"choices": [{}] if takes("empty") else [choice]})
 
     def sample(self, name, tokens):
         weights, resets, ids, spans = VLLM.cached.get(name, -1), VLLM.resets, [], []
+        aborts = VLLM.aborts
         for n in range(tokens):
             VLLM.going.wait()
+            if aborts != VLLM.aborts:
+                break
             if resets != VLLM.resets:
                 weights, resets = VLLM.cached.get(name, -1), VLLM.resets
             if not spans or spans[-1]["version"] != VLLM.version:
@@ -137,7 +145,8 @@ class VLLM(Handler):
                 time.sleep(0.01)
         return {
             "token_ids": ids,
-            "logprobs": {"content": [{"logprob": -1.0}] * tokens},
+            "finish_reason": "length" if len(ids) == tokens else "abort",
+            "logprobs": {"content": [{"logprob": -1.0}] * len(ids)},
             "weight_versions": spans,
         }
 

@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 _SEND_SECONDS = 600.0
 """Maximum time of each call by which a server takes weights."""
+_KEEP = {"mode": "keep", "clear_cache": "false"}
+"""Sampling stops after the current step and keeps its requests; `reset_cache` clears."""
 
 
 class VLLMServerEngine(ServerRequests):
@@ -376,7 +378,7 @@ class VLLMServerEngine(ServerRequests):
                 if problem:
                     healthy = server.is_healthy()
                     self._lose(server, problem, restart=not healthy)
-                    if healthy:
+                    if healthy and server.dtype:  # else it was refused, and not touched
                         self._resume_lost(server)
                     continue
                 with self._changing:
@@ -402,9 +404,7 @@ class VLLMServerEngine(ServerRequests):
                 first = not server.dtype
                 if first:
                     server.dtype = check_server(client, self._transfer)
-                # sampling stops after the current step and keeps its requests; `reset_cache` clears
-                keep = {"mode": "keep", "clear_cache": "false"}
-                client.post("/pause", params=keep).raise_for_status()
+                client.post("/pause", params=_KEEP).raise_for_status()
                 if self._transfer == "folder":
                     if first or not self.adapter:  # a server that starts needs the base as well
                         check_loaded(call(client, "load_checked", folder=str(self._folder)))
@@ -430,21 +430,22 @@ class VLLMServerEngine(ServerRequests):
             return f"it did not take the weights: {type(error).__name__}: {error}"
 
     def _resume_lost(self, server: Server) -> None:
-        """Lets a lost server answer others: it samples nothing more for this run.
+        """Lets a lost server answer others, and go on with their requests.
 
-        Its requests end, its caches are cleared, and its version is none that the run accepts.
+        Those of this run end with their connections. Its caches are cleared, and its version is
+        none that the run accepts.
         """
         try:
             with server.client(RESET_SECONDS) as client:
                 version = {"new_version": "unknown"}
                 client.post("/update_weight_version", json=version).raise_for_status()
-                ended = {"mode": "abort", "clear_cache": "true"}
-                client.post("/pause", params=ended).raise_for_status()
+                client.post("/pause", params=_KEEP).raise_for_status()
+                problem = reset_cache(client)
                 client.post("/resume").raise_for_status()
         except httpx.HTTPError as error:
-            logger.error(
-                "vLLM server %s may stay paused, POST /resume ends it: %s", server.name, error
-            )
+            problem = f"it may stay paused, POST /resume ends it: {error}"
+        if problem:
+            logger.error("vLLM server %s serves others, but %s", server.name, problem)
 
     def _open_channel(self, server: Server, client: httpx.Client) -> None:
         from gspo_env.engines.vllm.transfer import open_channel
