@@ -202,6 +202,17 @@ def test_the_gold_of_tau2_replays_and_free_tasks_are_left_out(domain, tasks, fre
 
 
 @pytest.mark.suites
+@pytest.mark.parametrize("domain", ["airline", "telecom"])
+def test_tau2_leaves_out_its_rules_for_a_model_with_a_short_context(domain):
+    pytest.importorskip("inspect_evals")
+    envs = [make_env("gspo/Tau2-v0", domain=domain, rules=rules) for rules in (True, False)]
+    full, short = (play_now(env, Task(env_id="x", seed=2), demonstrator()) for env in envs)
+    assert len(full.prompt.system) > 7_000 > 100 > len(short.prompt.system)
+    assert full.success
+    assert short.success
+
+
+@pytest.mark.suites
 @pytest.mark.parametrize(
     "game",
     [

@@ -32,6 +32,7 @@ class Tau2Env(InstanceEnv):
 
     Args:
         domain: `retail`, `airline` or `telecom`.
+        rules: Whether the system prompt has the benchmark's rules, thousands of tokens.
         exclude_free: See `InstanceEnv`.
         max_turns: See `InstanceEnv`.
 
@@ -41,7 +42,12 @@ class Tau2Env(InstanceEnv):
     """
 
     def __init__(
-        self, domain: str = "retail", *, exclude_free: bool = True, max_turns: int = 60
+        self,
+        domain: str = "retail",
+        *,
+        rules: bool = True,
+        exclude_free: bool = True,
+        max_turns: int = 60,
     ) -> None:
         """Reads the tasks from the wheel."""
         check_choice("Tau2: domain", domain, DOMAINS)
@@ -74,9 +80,10 @@ class Tau2Env(InstanceEnv):
             for each in map(define, offered)
         ]
         self._databases = [pickle.dumps(each.db) for each in tools]  # copied in a tenth of the time
-        rules = sorted(folder.glob("*policy_solo.txt" if self._solo else "policy.txt"))
-        rules += sorted(folder.glob("tech_support_workflow_solo.txt"))
-        self.system_prompt = "\n\n".join(each.read_text(encoding="utf-8") for each in rules)
+        files = sorted(folder.glob("*policy_solo.txt" if self._solo else "policy.txt"))
+        files += sorted(folder.glob("tech_support_workflow_solo.txt"))
+        texts = [each.read_text(encoding="utf-8") for each in files]
+        self.system_prompt = "\n\n".join(texts) if rules else "Solve the user's problem."
         read = gzip.open if self._solo else open
         with read(folder / f"tasks.json{'.gz' * self._solo}", "rb") as file:
             tasks = {task["id"]: task for task in json.load(file)}
