@@ -842,6 +842,7 @@ def test_power_is_that_of_the_noncentral_t():
     assert stats.smallest_difference(0.1, 34) == pytest.approx(0.05, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_comparison_whose_runs_all_fail_is_an_error_without_tracebacks(
     in_folder, capfd, tokenizer
 ):
