@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from dataclasses import field
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from annotated_types import Ge, Gt
 
-from gspo_env.errors import ConfigError
+from gspo_env.cli.capture import check_new_file
+from gspo_env.errors import ConfigError, OutputError
 from gspo_env.settings import settings
 
 if TYPE_CHECKING:
@@ -57,6 +59,12 @@ class Audit:
             raise ConfigError("env is ''; expected one, such as `gspo-env audit gspo/Lookup-v0`")
         if self.tracking_uri and not self.output:
             raise ConfigError("tracking_uri needs --output, the folder with the files to store")
+        if self.output:
+            try:  # before it plays
+                Path(self.output).mkdir(parents=True, exist_ok=True)
+                check_new_file(os.path.join(self.output, f".{os.getpid()}.part"))
+            except OSError as error:
+                raise OutputError(f"cannot write to {self.output!r}: {error.strerror}") from error
         from gspo_env.audit import audit
         from gspo_env.audit.page import lines, page
         from gspo_env.redaction import visible
@@ -66,7 +74,6 @@ class Audit:
         text = json.dumps({"sound": result.is_sound, **dataclasses.asdict(result)}, indent=1)
         if self.output:
             folder = Path(self.output)
-            folder.mkdir(parents=True, exist_ok=True)
             (folder / "audit.json").write_text(text + "\n", encoding="utf-8")
             (folder / "audit.html").write_text(page(result), encoding="utf-8")
             if self.tracking_uri:

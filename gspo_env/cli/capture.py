@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import operator
-import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -130,15 +129,17 @@ class Capture:
 
 
 def check_new_file(name: str) -> None:
-    """Refuses a file that exists, or has no folder, before work is done for it.
+    """Refuses a file that exists or cannot be made, before work is done for it.
 
     Raises:
-        ConfigError: It does, or has none.
+        ConfigError: It is such a file.
     """
-    if os.path.lexists(name):
-        raise ConfigError(f"{name!r} exists; expected a new file")
-    if not Path(name).absolute().parent.is_dir():
-        raise ConfigError(f"the folder of {name!r} does not exist")
+    try:
+        Path(name).open("x").close()
+    except OSError as error:
+        text = f"cannot make {name!r} ({error.strerror}); expected a new file in a folder that can"
+        raise ConfigError(f"{text} be written") from error
+    Path(name).unlink()
 
 
 Condition = Callable[[Mapping[str, float]], bool]

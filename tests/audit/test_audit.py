@@ -338,6 +338,8 @@ def test_the_same_audit_twice_is_the_same_and_one_more_is_allowed():
         (["gspo/Lookup-v0", "--tracking-uri", "x"], "tracking_uri needs --output"),
         (["gspo/Lookup-v0", "--tasks", "0"], "tasks"),
         (["gspo/Looup-v0"], "did you mean gspo/Lookup-v0"),
+        (["gspo/Lookup-v0", "--output", "/proc/x"], "cannot write to '/proc/x': "),
+        (["gspo/Lookup-v0", "--output", "/proc"], "cannot make '/proc/"),
     ],
 )
 def test_wrong_input_is_one_sentence(arguments, text, capsys):
