@@ -38,10 +38,10 @@ from gspo_env.files import MODEL, SETTINGS
 from gspo_env.health.findings import Finding
 from gspo_env.health.startup import (
     check_changed_files,
-    check_config,
     check_player,
     check_settings,
     check_start,
+    check_training,
 )
 from gspo_env.model.head import is_adapted, match_tokenizer, usable_ids
 from gspo_env.model.save import make_output, save_model
@@ -154,7 +154,7 @@ class GSPOAgent:
                 end_ids=match_tokenizer(self.model, self.tokenizer),
             )
             self.folder: Path | None = None
-            self._trained, self._skipped_demonstrations, self._step = False, 0, 0
+            self._trained, self._left_out, self._step = False, 0, 0
             self._source = (model or self.config.model) if isinstance(model, str) else ""
             self._imitates = bool(self._source) and getattr(
                 self.config.recipe, "demonstrates", False
@@ -232,9 +232,9 @@ class GSPOAgent:
                     write = partial(save_model, self.model, self.tokenizer)
                     checkpoints.save_start(write, must=must)
                 writer.facts = run_facts(config, self.model, "")
-            writer.facts |= {"left_out": self._skipped_demonstrations, "before": before}
+            writer.facts |= {"left_out": self._left_out, "before": before}
             history = self._learn(writer, reporter, resumed, tracker, before)
-            reporter.end(history, self.split(), self._skipped_demonstrations)
+            reporter.end(history, self.split(), self._left_out)
         return history
 
     def _success_as_shipped(self, reporter: Reporter) -> dict[str, float]:
@@ -257,7 +257,7 @@ class GSPOAgent:
         """Checks the settings of a training and its environments, once."""
         if self._findings is None:
             envs = self.environments.envs
-            check_config(self.config, ranks=self._ranks is not None)
+            check_training(self.config)
             self._findings = self.environments.guard(check_settings, self.config, envs)
         return self._findings
 
@@ -343,7 +343,7 @@ class GSPOAgent:
         resumed.check(agent.model)
         agent._imitates &= resumed.checkpoint.in_imitation
         agent._resumed = resumed
-        agent._skipped_demonstrations = resumed.checkpoint.numbers["left_out"]
+        agent._left_out = resumed.checkpoint.numbers["left_out"]
         return agent
 
     @staticmethod
@@ -611,7 +611,7 @@ class GSPOAgent:
             return {}
         split = self.split()
         demonstrations = [episode for episode in start.episodes if not split.holds_out(episode)]
-        self._skipped_demonstrations = len(start.episodes) - len(demonstrations)
+        self._left_out = len(start.episodes) - len(demonstrations)
         progress = progress or Progress(io.StringIO())
         if self._source:  # a model that is built has random weights, which all have to learn
             self._add_adapter()

@@ -63,10 +63,10 @@ class Reporter:
         self._system = SystemMetrics()
         self._num_tasks: dict[str, int | None] = {}
         """The number of tasks that each environment declares."""
-        self.take_score(None)
 
     def begin(self, model: Any, env_id: str, findings: Sequence[Finding]) -> None:
-        """Says what is trained, where, and what is wrong with the settings."""
+        """Says what is trained, where, and what is wrong with the settings; writes them."""
+        self.take_score(None)
         look = self._tracker.how_to_look
         folder = self._checkpoints.run
         self._progress.line(opening(self.config, env_id, model, folder, look))
@@ -193,13 +193,13 @@ class Reporter:
         if record.is_complete(step):  # a model that is registered has all steps
             self._tracker.artifact(folder / MODEL, MODEL)
 
-    def end(self, history: History, split: Split, skipped_demonstrations: int) -> None:
+    def end(self, history: History, split: Split, left_out: int) -> None:
         """Says what the run reached, and where its files are or how to resume it.
 
         Args:
             history: The metrics of every step.
             split: The tasks of the evaluation.
-            skipped_demonstrations: Demonstrations of held-out tasks.
+            left_out: Demonstrations of held-out tasks.
         """
         step, steps, stop = history[-1][0], self.config.steps, self.config.stop_at_success
         if not Run.in_progress(self.config, history).is_complete(step):
@@ -209,7 +209,7 @@ class Reporter:
                 f"Model of step {step}, config and learning curve: {folder}",
             ]
         else:
-            lines = results(history, split, skipped_demonstrations, start_of(self.config))
+            lines = results(history, split, left_out, start_of(self.config))
             folder, encoding = self._checkpoints.run, self._progress.encoding
             more = "--stop-at-success 0" if step < steps else ""
             if more:

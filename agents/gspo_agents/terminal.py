@@ -176,14 +176,14 @@ def start_of(config: Config) -> str:
 
 
 def results(
-    history: History, split: Split, skipped_demonstrations: int, start: str = "before training"
+    history: History, split: Split, left_out: int, start: str = "before training"
 ) -> list[str]:
     """Returns what a run has reached, with an interval, and what it left out.
 
     Args:
         history: The metrics of every step.
         split: The tasks of the evaluation.
-        skipped_demonstrations: Demonstrations of held-out tasks.
+        left_out: Demonstrations of held-out tasks.
         start: See `start_of`.
     """
 
@@ -214,9 +214,9 @@ def results(
     if skipped := total("train/skipped_steps"):
         lines.append(f"Optimiser steps skipped, because a number was not finite: {skipped:.0f}.")
     redrawn = total("rollout/redrawn_tasks")
-    if redrawn or skipped_demonstrations:
+    if redrawn or left_out:
         lines.append(
-            f"Held out for evaluation: {skipped_demonstrations} demonstrations skipped, "
+            f"Held out for evaluation: {left_out} demonstrations skipped, "
             f"{redrawn:.0f} training task{'s' * (redrawn != 1)} redrawn."
         )
     return lines

@@ -45,9 +45,14 @@ def check_config(config: Config, *, ranks: bool = False) -> None:
         MissingExtraError: A package is not installed.
         OutputError: The output folder is not empty or cannot be made.
     """
+    check_player(config, ranks=ranks)
+    check_training(config)
+
+
+def check_training(config: Config) -> None:
+    """Refuses what an agent that plays cannot be trained with; see `check_config`."""
     if config.output:
         check_output(config.output)
-    check_player(config, ranks=ranks)
     if config.stop_at_success and not config.eval_every:
         raise ConfigError(
             f"stop_at_success is {config.stop_at_success} and eval_every is 0, so that nothing is "

@@ -56,14 +56,14 @@ class EpisodeStats:
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Returns the metrics by name."""
-        parts = {f"{prefix}/reward/{name}": value for name, value in self.reward_parts.items()}
+        rewards = {f"{prefix}/reward/{name}": value for name, value in self.reward_parts.items()}
         return {
             f"{prefix}/success": self.success,
             f"{prefix}/return": self.mean_return,
             f"{prefix}/return_std": self.return_std,
             f"{prefix}/outcome": self.outcome,
             f"{prefix}/turns": self.turns,
-            **parts,
+            **rewards,
         }
 
 

@@ -255,6 +255,7 @@ class EpisodeRun:
         self.turns: list[Turn] = []
         self.prompt, self.reset, self.observation = Prompt(), ResetInfo(), ""
         self.info: ResetInfo | StepInfo = self.reset
+        """What the environment, or a summary, said last."""
         self.gives_outcome = bool(attribute(env, "gives_outcome", False))
         self.takes_cuts = bool(attribute(env, "takes_cut_actions", False))
         self.state_key: str | None = None
@@ -267,7 +268,6 @@ class EpisodeRun:
     async def play(self, policy: Policy, max_turns: int | None) -> StopReason:
         """Plays turns until the episode ends and returns the reason."""
         await self._begin()
-        self.info = self.reset
         while max_turns is None or len(self.turns) < max_turns:
             move = policy(
                 PolicyInput(
@@ -298,6 +298,7 @@ class EpisodeRun:
             reading = "reading its prompt"
             try:
                 self.observation, self.reset = parse_reset(task.env_id, result)
+                self.info = self.reset
                 check_length(self.env, task.env_id, "reset()", self.observation)
             except Exception as error:
                 raise EnvironmentFailed(describe(reading, error)) from error

@@ -82,7 +82,7 @@ class TaskSampler:
     """The weight of each environment, by the `env_id` of its tasks."""
     seed: int
     tasks_per_step: int
-    seen: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
     """The curriculum's state; see `Curriculum.record`."""
 
     def draw(self, step: int) -> Sequence[Task]:
@@ -92,9 +92,9 @@ class TaskSampler:
             seed=self.seed,
             step=step,
             count=self.tasks_per_step,
-            options=next_options(self.curriculum, self.seen),
+            options=next_options(self.curriculum, self.state),
         )
-        return self.curriculum.draw(tasks, self.seen)
+        return self.curriculum.draw(tasks, self.state)
 
     def record(self, groups: Sequence[Group]) -> dict[str, float]:
         """Records the groups of a step; returns the metrics.
@@ -114,7 +114,7 @@ class TaskSampler:
             results.append(StepResult(options, stats.success, stats.mean_return))
             metrics |= results[-1].metrics()
         if played:
-            self.seen = self.curriculum.record(self.seen, results, played)
+            self.state = self.curriculum.record(self.state, results, played)
         return metrics
 
 

@@ -257,7 +257,7 @@ class Loop:
             "played": self.episodes_played,
             "best": self.best,
             "history": list(self.history),
-            "curriculum": dict(self.tasks.seen),
+            "curriculum": dict(self.tasks.state),
             "score": self.scores.state(),
             "interleaved": self.imitation and self.imitation.state(),
             "buffer": self.buffer.state(),
@@ -281,7 +281,7 @@ class Loop:
         check_types(state["best"], {"step": 0, "success": 0.0})
         self.best = dict(state["best"])
         self.history = [(int(step), dict(metrics)) for step, metrics in state["history"]]
-        self.tasks.seen = dict(state["curriculum"])
+        self.tasks.state = dict(state["curriculum"])
         self.buffer.restore(state["buffer"], self.step)
         self.scores.restore(state["score"])
         if self.imitation is not None:
@@ -289,16 +289,16 @@ class Loop:
         self.learner.restore(checkpoint.tensors(), state["learner"])
         set_generator_states(state["generators"])
 
-    def _credit(self, groups: Sequence[Group], seen: Sequence[Group]) -> Credit:
+    def _credit(self, groups: Sequence[Group], new: Sequence[Group]) -> Credit:
         """Computes the advantages with the score that all episodes before the first update decide.
 
         Args:
             groups: The groups to train on.
-            seen: The groups whose episodes are new.
+            new: The groups whose episodes are new.
         """
         settings, scores = self.config.credit, {}
         if self.estimator.uses_score:
-            if reason := self.scores.see(seen):
+            if reason := self.scores.see(new):
                 self.reporter.scored(self.scores.only, reason)
             scores = self.scores.by_environment
         credit = estimate(groups, self.estimator, settings, scores)

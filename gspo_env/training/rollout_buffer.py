@@ -156,7 +156,7 @@ class RolloutBuffer:
         scores: Scores,
         held_out: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        self._config, self._settings, self._collector = config, config.supply, collector
+        self._config, self._supply, self._collector = config, config.supply, collector
         self.sampler, self._scores, self._held_out = tasks, scores, held_out or {}
         self._in_flight = asyncio.Semaphore(config.rollout.concurrency)
         self.gate = StalenessGate(config.tasks_per_step, config.supply.max_staleness)
@@ -182,7 +182,7 @@ class RolloutBuffer:
     @property
     def ahead(self) -> bool:
         """Whether groups are played while the learner updates."""
-        return self._settings.max_staleness > 0
+        return self._supply.max_staleness > 0
 
     async def take(self) -> RolloutStats:
         """Waits for the groups of the next update and returns them, in the order of their tasks.
@@ -281,11 +281,11 @@ class RolloutBuffer:
 
     async def _play(self, admitted: AdmittedGroup) -> None:
         step, place = divmod(admitted.number, self.gate.batch)
-        parts: tuple[int | str, ...] = ("rollout", self._config.seed, step + 1)
+        path: tuple[int | str, ...] = ("rollout", self._config.seed, step + 1)
         again = ("again", admitted.resamples) if admitted.resamples else ()
         request = RolloutRequest(
             task=admitted.task,
-            seed=derive_seed(*parts, *again),
+            seed=derive_seed(*path, *again),
             place=place,
             group_size=self._config.rollout.group_size,
             temperature=self._config.rollout.temperature,
@@ -303,12 +303,12 @@ class RolloutBuffer:
         self._changed.set()
 
     def _must_resample(self, admitted: AdmittedGroup, group: Group) -> bool:
-        if admitted.resamples >= self._settings.max_resamples:
+        if admitted.resamples >= self._supply.max_resamples:
             return False
         successes = _successes(group.episodes)
         if not successes:
             return False  # `Collector.check` counts what failed
-        low, high = self._settings.min_success, self._settings.max_success
+        low, high = self._supply.min_success, self._supply.max_success
         return not low <= float(np.mean(successes)) <= high or not self._scores.teaches(group)
 
     def _resample(self, admitted: AdmittedGroup, group: Group) -> None:
@@ -333,7 +333,7 @@ class RolloutBuffer:
         for admitted in list(self._admitted.values()):
             if admitted.group is not None:
                 age = max(_ages(admitted.group, self.gate.version), default=0)
-                if age > self._settings.max_staleness:
+                if age > self._supply.max_staleness:
                     self._drop(admitted, admitted.group, age)
         return self.gate.choose([n for n, a in self._admitted.items() if a.group is not None])
 
@@ -343,7 +343,7 @@ class RolloutBuffer:
             raise RolloutError(
                 f"a group of {admitted.task.env_id} (seed {admitted.task.seed}) was sampled with "
                 f"weights that are {age} updates old, for the {_MAX_DROPS + 1}th time; expected "
-                f"at most max_staleness {self._settings.max_staleness}: does the engine take the "
+                f"at most max_staleness {self._supply.max_staleness}: does the engine take the "
                 "new weights?"
             )
         self._give_back(replace(admitted, drops=admitted.drops + 1, group=None, playing=None))
@@ -402,7 +402,7 @@ class RolloutBuffer:
         """
         ages = [age for group in groups for age in _ages(group, self.gate.version)]
         limits, size = self._config.rollout, self._config.tasks_per_step
-        in_flight = size * (self._settings.max_staleness + 1) * limits.group_size
+        in_flight = size * (self._supply.max_staleness + 1) * limits.group_size
         available = min(limits.concurrency, in_flight) * (now - since)
         busy = sum(g.seconds for g in [*groups, *self._resampled, *self._stale])
         metrics = {
@@ -412,7 +412,7 @@ class RolloutBuffer:
             "time/learner_idle": (now - requested) / (now - since) if now > since else 0.0,
             "time/rollout_idle": max(0.0, 1 - busy / available) if available else 0.0,
         }
-        if self._settings.max_resamples:
+        if self._supply.max_resamples:
             resampled = [e for group in self._resampled for e in group.episodes]
             episodes = [e for group in groups for e in group.episodes] + resampled
             tokens = sum(e.model_tokens for e in resampled)

@@ -234,7 +234,7 @@ def test_a_run_trains_on_no_evaluated_task_and_its_folder_evaluates_the_same(
     assert "Held out for evaluation:" in said
     redrawn = sum(m.get("rollout/redrawn_tasks", 0) for _, m in history)
     assert redrawn > 0
-    skipped = agent._skipped_demonstrations
+    skipped = agent._left_out
     assert f"{skipped} demonstrations skipped, {redrawn:.0f} training tasks redrawn." in said
     played.clear()
     main(["evaluate", "--model", "out", "--tasks", "40"])
