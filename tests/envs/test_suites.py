@@ -66,6 +66,24 @@ def test_tasks_that_pay_for_no_call_are_left_out_and_named(caplog):
     assert Lamps(exclude_free=False).num_tasks == 5
 
 
+class Counted(Lamps):
+    graded = 0
+
+    def grade(self):
+        Counted.graded += 1
+        return super().grade()
+
+
+def test_copies_of_a_suite_look_for_its_free_tasks_once(caplog):
+    copies = [Counted(suite="lamps") for _ in range(3)]
+    assert (Counted.graded, caplog.text.count("leaves out 1 of 5")) == (5, 1)
+    assert [(env.free, env.num_tasks) for env in copies] == [(["lamp_0"], 4)] * 3
+    for other in ({"suite": "others"}, {}, {}, {"suite": "lamps", "exclude_free": False}):
+        assert Counted(**other).free == ["lamp_0"]
+    assert Counted.graded == 25
+    assert Lamps(suite="lamps").free == ["lamp_0"]
+
+
 class Split(Lamps):
     def __init__(self, tasks, held_out):
         InstanceEnv.__init__(self, tasks, held_out=held_out)

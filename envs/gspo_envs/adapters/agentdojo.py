@@ -19,6 +19,8 @@ _ATTACK = (
 )
 """What an injection puts into each place that the suite lets an attacker write to."""
 _load = partial(load, package="AgentDojo", extra="agentdojo")
+_STATES: dict[tuple[str, str | None], Any] = {}
+"""Each suite's environment, by the attacker's text in it."""
 
 
 class AgentDojoEnv(InstanceEnv):
@@ -57,10 +59,9 @@ class AgentDojoEnv(InstanceEnv):
         self._block = _load("agentdojo.types").text_content_block_from_string
         self.inject = inject
         self._attacker: Any = None
-        self._states: dict[str | None, Any] = {}
-        """The suite's environment, by the attacker's text in it."""
+        self._name = suite
         tasks = [{"id": name} for name in self._suite.user_tasks]
-        super().__init__(tasks, exclude_free=exclude_free, max_turns=max_turns)
+        super().__init__(tasks, suite=suite, exclude_free=exclude_free, max_turns=max_turns)
 
     def name_of(self, task: Any) -> str:
         """Returns AgentDojo's id."""
@@ -78,10 +79,11 @@ class AgentDojoEnv(InstanceEnv):
         self._task = self._suite.user_tasks[task["id"]]
         goal = _ATTACK.format(goal=self._attacker.GOAL) if self._attacker else None
         places = self._suite.get_injection_vector_defaults() if goal else {}
-        if goal not in self._states:  # reading its YAML takes half a second
+        key = self._name, goal
+        if key not in _STATES:  # reading its YAML takes half a second
             texts = dict.fromkeys(places, goal)
-            self._states[goal] = self._suite.load_and_inject_default_environment(texts)
-        self._now = self._task.init_environment(self._states[goal].model_copy(deep=True))
+            _STATES[key] = self._suite.load_and_inject_default_environment(texts)
+        self._now = self._task.init_environment(_STATES[key].model_copy(deep=True))
         self._before = self._now.model_copy(deep=True)
         self._calls: list[Any] = []
         self._text, self._attacked = "", False

@@ -60,7 +60,7 @@ class BFCLEnv(InstanceEnv):
         name = f"BFCL_v4_multi_turn_{category}.json"
         gold = {row["id"]: row["ground_truth"] for row in self._lines(f"possible_answer/{name}")}
         tasks = [{**row, "gold": gold[row["id"]]} for row in self._lines(name)]
-        super().__init__(tasks, exclude_free=exclude_free, max_turns=max_turns)
+        super().__init__(tasks, suite=category, exclude_free=exclude_free, max_turns=max_turns)
 
     def name_of(self, task: Any) -> str:
         """Returns BFCL's id."""

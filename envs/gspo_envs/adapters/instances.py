@@ -21,6 +21,8 @@ _DONE = "Done."
 """An answer without content."""
 Calls = Sequence[tuple[str, dict[str, Any]]]
 """Names of methods, with their arguments."""
+_FREE: dict[tuple[Any, ...], list[str]] = {}
+"""The free tasks of suites, since an environment has a copy for each episode at a time."""
 
 
 class InstanceEnv(ToolEnv):
@@ -32,6 +34,7 @@ class InstanceEnv(ToolEnv):
     Args:
         tasks: The tasks of the suite.
         held_out: Its tasks for evaluation; by default a tenth of `tasks`.
+        suite: A name of these tasks and their checks: later copies know which tasks are free.
         exclude_free: Leave out the tasks whose grader accepts an episode without a call.
         max_turns: Turns before the episode is truncated.
     """
@@ -47,6 +50,7 @@ class InstanceEnv(ToolEnv):
         tasks: Sequence[Any],
         *,
         held_out: Sequence[Any] = (),
+        suite: str | None = None,
         exclude_free: bool = True,
         max_turns: int = 40,
     ) -> None:
@@ -55,9 +59,16 @@ class InstanceEnv(ToolEnv):
         self.success, train = False, tasks
         tasks = [*train, *held_out]
         self._rows = TaskRows(tasks)
-        self.free = [self.name_of(tasks[n]) for n in range(len(tasks)) if self._is_free(n)]
+        key = type(self), suite, exclude_free
+        seen = suite is not None and key in _FREE
+        self.free = (
+            _FREE[key]
+            if seen
+            else [self.name_of(tasks[n]) for n in range(len(tasks)) if self._is_free(n)]
+        )
         """The names of the tasks that pay for no work."""
-        if self.free and exclude_free:
+        _FREE[key] = self.free
+        if self.free and exclude_free and not seen:
             logger.warning(
                 "%s leaves out %d of %d tasks that pay for no call at all (exclude_free)",
                 *(type(self).__name__.removesuffix("Env"), len(self.free), len(tasks)),

@@ -6,7 +6,8 @@ import gzip
 import json
 import pickle
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from gspo_env.tools.tool import Tool
@@ -67,9 +68,7 @@ class Tau2Env(InstanceEnv):
         self._others = {define(each).name: each for each in offered}
         self._equal = _load("inspect_evals.tau2.utils").deep_equal_unordered
         folder = _load("inspect_evals.tau2.utils").TAU2_DATA_DIR / "domains" / domain
-        tools = [each(store=self._store()) for each in self._classes]
-        for each in tools:
-            each.initialize()
+        split = _read(folder, tuple(self._classes), self._store)
         self._offers = [
             Tool(
                 name=each.name,
@@ -79,19 +78,16 @@ class Tau2Env(InstanceEnv):
             )
             for each in map(define, offered)
         ]
-        self._databases = [pickle.dumps(each.db) for each in tools]  # copied in a tenth of the time
+        self._databases = split["databases"]
         files = sorted(folder.glob("*policy_solo.txt" if self._solo else "policy.txt"))
         files += sorted(folder.glob("tech_support_workflow_solo.txt"))
         texts = [each.read_text(encoding="utf-8") for each in files]
         self.system_prompt = "\n\n".join(texts) if rules else "Solve the user's problem."
-        read = gzip.open if self._solo else open
-        with read(folder / f"tasks.json{'.gz' * self._solo}", "rb") as file:
-            tasks = {task["id"]: task for task in json.load(file)}
-        split = json.loads((folder / "split_tasks.json").read_text(encoding="utf-8"))
         self._tried = self._new_tools()
         super().__init__(
-            [tasks[name] for name in split["train"]],
-            held_out=[tasks[name] for name in split["test"]],
+            split["train"],
+            held_out=split["test"],
+            suite=domain,
             exclude_free=exclude_free,
             max_turns=max_turns,
         )
@@ -204,6 +200,22 @@ class Tau2Env(InstanceEnv):
             self._try(self._tried[0], *call) for call in writes
         )
         return likely and not any(self._try(self._new_tools()[0], *call) for call in writes)
+
+
+@cache
+def _read(folder: Path, classes: tuple[Any, ...], store: Any) -> dict[str, list[Any]]:
+    """Reads the tasks of a domain and its databases, once for all copies of the environment."""
+    packed = folder / "tasks.json.gz"
+    with gzip.open(packed) if packed.exists() else (folder / "tasks.json").open("rb") as file:
+        tasks = {task["id"]: task for task in json.load(file)}
+    names = json.loads((folder / "split_tasks.json").read_text(encoding="utf-8"))
+    tools = [each(store=store()) for each in classes]
+    for each in tools:
+        each.initialize()
+    return {
+        **{side: [tasks[name] for name in names[side]] for side in ("train", "test")},
+        "databases": [pickle.dumps(each.db) for each in tools],  # copied in a tenth of the time
+    }
 
 
 def _text(result: Any) -> str:
