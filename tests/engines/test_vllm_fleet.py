@@ -36,8 +36,8 @@ def start(model, monkeypatch):
     monkeypatch.setattr(process, "_command", lambda folder: PRETEND)
     engines = []
 
-    def begin(policy=model, **settings):
-        engines.append(VLLMServerEngine(policy, VLLMServer(**settings), max_context=100))
+    def begin(policy=model, max_context=100, **settings):
+        engines.append(VLLMServerEngine(policy, VLLMServer(**settings), max_context=max_context))
         return engines[-1]
 
     yield begin
@@ -94,17 +94,28 @@ async def ask(engine, count):
 
 
 async def ask_long(engine, count, meanwhile):
-    """Asks for long actions, and does something when each server has some of them."""
+    """Asks for long actions, and does something when all that each server has are under way."""
     jobs = [
         asyncio.create_task(engine.generate([3, 4], Sampling(max_tokens=90, seed=n)))
         for n in range(count)
     ]
     async with asyncio.timeout(120):
-        while not all(server.requests for server in engine._servers):
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+        await under_way(engine)
         await meanwhile
         return await asyncio.gather(*jobs)
+
+
+async def under_way(engine):
+    while True:
+        await asyncio.sleep(0.01)
+        counts = [len(server.requests) for server in engine._servers]
+        if all(counts) and counts == [await asyncio.to_thread(held, s) for s in engine._servers]:
+            return
+
+
+def held(server):
+    with server.client(5.0) as http:
+        return http.get("/held").json()
 
 
 def ids_of(*versions):
@@ -119,7 +130,7 @@ def change(model):
 
 
 async def all_serve(engine, count):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while engine.copies < count:
             await asyncio.sleep(0.02)
 
@@ -238,7 +249,7 @@ def test_a_server_that_refuses_the_weights_answers_others_and_has_no_version_of_
     with lost.client(5.0) as client:
         body = {"token_ids": [3], "sampling_params": {"max_tokens": 1}}
         (choice,) = client.post("/inference/v1/generate", json=body).json()["choices"]
-    assert not choice["weight_versions"][0]["version"].isdecimal()
+    assert choice["weight_versions"][0]["version"] == "unknown"
 
 
 @pytest.mark.parametrize("adapter_only", [False, True])
@@ -261,7 +272,7 @@ def test_the_requests_of_others_go_on_when_a_server_refuses_the_weights(
                 for each in (engine, own)
             ]
             async with asyncio.timeout(60):
-                while running(foreign) < 3:
+                while foreign.get("/held").json() < 3:
                     await asyncio.sleep(0.01)
                 change(policy)
                 with pytest.raises(EngineError, match="none of the 1 vLLM servers is left"):
@@ -284,7 +295,9 @@ def test_a_request_for_one_server_reaches_it_also_if_it_is_the_busiest(start, mo
             before = [len(server.requests) for server in engine._servers]
             jobs = [engine.generate_on(copy, [3], Sampling(max_tokens=90)) for _ in range(3)]
             asked = [asyncio.create_task(job) for job in jobs]
-            await asyncio.sleep(0.05)
+            async with asyncio.timeout(60):
+                while sum(len(server.requests) for server in engine._servers) < sum(before) + 3:
+                    await asyncio.sleep(0)
             added = [len(s.requests) - n for s, n in zip(engine._servers, before, strict=True)]
             assert added == [3 * (copy == 0), 3 * (copy == 1)]
             probes.extend(asked)
@@ -354,11 +367,6 @@ def test_an_adapter_that_a_killed_run_left_is_replaced(start, model, foreign):
     assert asyncio.run(ask(engine, 2)) == [in_folder(engine)] * 2
 
 
-def running(http):
-    text = http.get("/metrics").text
-    return float(text.split("num_requests_running{} ")[1].split()[0])
-
-
 def most_at_once(server):
     with server.client(5.0) as http:
         return int(http.get("/metrics").text.split("most ")[1])
@@ -414,12 +422,32 @@ def test_servers_that_take_no_adapter_get_whole_weights_and_the_log_says_why(sta
     assert engine.servers_lost == 0
 
 
-def test_a_server_that_got_other_weights_behind_our_back_is_not_used(start):
+@pytest.mark.parametrize("version", ["default", "0", "another-run.0"])
+def test_a_server_that_got_other_weights_behind_our_back_is_not_used(start, version):
+    """Somebody started it again, or sent weights of another run that have the same number."""
     engine = start(replicas=2)
-    with engine._servers[0].client(5.0) as client:  # as one that somebody started again
-        client.post("/update_weight_version", json={"new_version": "default"}).raise_for_status()
+    with engine._servers[0].client(5.0) as client:
+        client.post("/update_weight_version", json={"new_version": version}).raise_for_status()
     assert asyncio.run(ask(engine, 4)) == [in_folder(engine)] * 4
     assert engine.servers_lost == 1
+
+
+def test_servers_that_want_a_key_get_that_of_the_environment(start, model, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    engine = start(add_adapter(model, 2), replicas=2, adapter_only=True)
+    assert engine.adapter_only
+    assert asyncio.run(ask(engine, 4)) == [in_folder(engine)] * 4
+
+
+def test_a_server_that_takes_shorter_sequences_than_the_run_is_refused_and_not_paused(
+    start, foreign
+):
+    address = str(foreign.base_url).rstrip("/")
+    with pytest.raises(EngineError, match=r"maximum length is 100 tokens; .* 101"):
+        start(max_context=101, addresses=(address,))
+    body = {"token_ids": [3], "model": "theirs", "sampling_params": {"max_tokens": 1}}
+    (choice,) = foreign.post("/inference/v1/generate", json=body).json()["choices"]
+    assert choice["weight_versions"][0]["version"] == "default"
 
 
 @pytest.mark.parametrize("updates", [False, True])
@@ -468,7 +496,7 @@ async def restarted(engine, monkeypatch):
     monkeypatch.setattr(engine, "_transfer", "nccl")
     os.kill(engine.pids[0], signal.SIGKILL)
     asking = asyncio.create_task(ask(engine, 1))  # notices it
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while engine._servers[0].state is not process.State.READY:
             await asyncio.sleep(0.02)
     return asking

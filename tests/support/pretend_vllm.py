@@ -25,7 +25,10 @@ EXTENSION = "gspo_env.engines.vllm.worker.CheckedWorker"
 INFO = {
     "parallel_config": {"worker_extension_cls": EXTENSION},
     "weight_transfer_config": STARTED_WITH.get("weight-transfer-config"),
-    "model_config": {"dtype": "torch.float32"},
+    "model_config": {
+        "dtype": "torch.float32",
+        "max_model_len": STARTED_WITH.get("max-model-len", 100),
+    },
 }
 
 
@@ -51,9 +54,12 @@ class VLLM(Handler):
     cached, resets, aborts = {}, 0, 0
     version = "default"
     going = threading.Event()
-    counting, running, most = threading.Lock(), 0, 0
+    counting, running, most, held = threading.Lock(), 0, 0, 0
 
     def do_GET(self):
+        if self.path == "/held":  # long actions that wait
+            super().answer(VLLM.held)
+            return
         if takes("busy"):
             time.sleep(6)
         if self.path == "/metrics":
@@ -64,6 +70,11 @@ class VLLM(Handler):
 
     def do_POST(self):
         body = self.body()
+        key = os.environ.get("VLLM_API_KEY")
+        guarded = self.path.startswith(("/v1", "/inference"))
+        if guarded and key and self.headers["Authorization"] != f"Bearer {key}":
+            super().answer({"error": "Unauthorized"}, 401)
+            return
         path, _, query = self.path.partition("?")
         fields = json.loads(body) if body else {}
         if path == "/collective_rpc":
@@ -141,14 +152,22 @@ class VLLM(Handler):
             if not spans or spans[-1]["version"] != VLLM.version:
                 spans.append({"version": VLLM.version, "start": n})
             ids.append(weights)
-            while n == 40 and VLLM.version == "0" and SOCKET.with_name("slow").exists():
-                time.sleep(0.01)
+            if n == 40:
+                self.hold()
         return {
             "token_ids": ids,
             "finish_reason": "length" if len(ids) == tokens else "abort",
             "logprobs": {"content": [{"logprob": -1.0}] * len(ids)},
             "weight_versions": spans,
         }
+
+    def hold(self):
+        with VLLM.counting:
+            VLLM.held += 1
+        while VLLM.version.endswith(".0") and SOCKET.with_name("slow").exists():
+            time.sleep(0.01)
+        with VLLM.counting:
+            VLLM.held -= 1
 
     def answer_metrics(self):
         blocks = STARTED_WITH.get("num-gpu-blocks-override", 1000)
@@ -168,6 +187,7 @@ most {VLLM.most}
         super().answer(value, 500 if takes("fails") else 200)
 
 
+VLLM.going.set()
 if "--port" in sys.argv:  # it was started by somebody else
     port = int(sys.argv[sys.argv.index("--port") + 1])
     ThreadingHTTPServer(("127.0.0.1", port), VLLM).serve_forever()

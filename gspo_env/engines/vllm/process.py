@@ -92,10 +92,18 @@ class Server:
         with self.log.open("wb") as sink:
             self.guard = spawn(self.command, log=sink, env=self.environment)
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """The key of a server with `--api-key`; one that is started here inherits the variable."""
+        key = os.environ.get("VLLM_API_KEY")
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
     def client(self, timeout: float) -> httpx.Client:
         """Returns a client for the server; the timeout is in seconds."""
         transport = httpx.HTTPTransport(uds=self.socket) if self.socket else None
-        return httpx.Client(base_url=self.address, transport=transport, timeout=timeout)
+        return httpx.Client(
+            base_url=self.address, headers=self.headers, transport=transport, timeout=timeout
+        )
 
     def is_healthy(self, seconds: float = 5.0) -> bool:
         """Returns whether the server answers its health check in this time."""

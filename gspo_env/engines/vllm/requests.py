@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -72,6 +73,8 @@ class ServerRequests(Engine):
         self.weights_version = 0
         self.adapter = ""
         """Name of the adapter that the servers sample with; empty for whole weights."""
+        self.prefix = ""
+        """Begins the version that the servers give its weights, unlike those of other runs."""
         self._max_slots, self._max_context = max_slots, max_context
         self._request_timeout = request_timeout
         self._servers: list[Server] = []
@@ -153,7 +156,7 @@ class ServerRequests(Engine):
             if response.status_code == 404 and self.adapter:  # somebody started it again
                 reason = f"does not have the adapter: {response.text[:200]}"
             elif response.status_code < 500:
-                done = read_completion(server, response)
+                done = read_completion(server, response, self.prefix)
                 if isinstance(done, Completion):
                     return done
                 reason = done
@@ -228,6 +231,7 @@ class ServerRequests(Engine):
                 transport = httpx.AsyncHTTPTransport(uds=server.socket, limits=limits)
             self._clients[1][server] = httpx.AsyncClient(
                 base_url=server.address,
+                headers=server.headers,
                 transport=transport,
                 limits=limits,
                 timeout=httpx.Timeout(self._request_timeout, connect=10.0),
@@ -258,6 +262,8 @@ class ServerList:
     request_timeout: float = 1800.0
     adapter: str = ""
     """See `ServerRequests.adapter`."""
+    prefix: str = ""
+    """See `ServerRequests.prefix`."""
     cache_slots: int = 0
     """Requests of all processes at once, of which each fills its part of the servers' caches; 0
     ignores the caches."""
@@ -283,7 +289,7 @@ class ServerClient(ServerRequests):
         )
         self._servers_by_address: dict[ServerAddress, Server] = {}
         self._failed: dict[ServerAddress, str] = {}
-        self._server_list = server_list
+        self._server_list, self.prefix = server_list, server_list.prefix
         self._lock = threading.Lock()
         """Held while the servers or their failures change."""
         self.replace_servers(server_list)
@@ -335,9 +341,16 @@ class ServerClient(ServerRequests):
 
 
 def call(client: httpx.Client, method: str, **keywords: str) -> Any:
-    """Calls a method in each worker of a server; returns their answers."""
+    """Calls a method in each worker of a server; returns their answers.
+
+    Raises:
+        EngineError: The method failed there, with the server's reason.
+    """
     body = {"method": method, "kwargs": keywords}
-    return client.post("/collective_rpc", json=body).raise_for_status().json().get("results")
+    answer = client.post("/collective_rpc", json=body)
+    if answer.status_code != 200:
+        raise EngineError(f"{method} answered {answer.status_code}: {answer.text[:300]}")
+    return answer.json().get("results")
 
 
 def register_adapter(server: Server, client: httpx.Client, name: str, folder: str) -> str:
@@ -383,7 +396,7 @@ def free_adapter(server: Server, name: str) -> None:
             body = {"lora_name": name}
             client.post("/v1/unload_lora_adapter", json=body).raise_for_status()
             call(client, "free_adapter", number=str(server.adapter_id))
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, EngineError) as error:
         logger.warning("vLLM server %s keeps the adapter %r: %s", server.name, name, error)
 
 
@@ -401,12 +414,12 @@ def reset_cache(client: httpx.Client) -> str:
     return ""
 
 
-def check_server(client: httpx.Client, backend: str) -> str:
+def check_server(client: httpx.Client, backend: str, max_context: int) -> str:
     """Returns the dtype of a server's weights.
 
     Raises:
-        EngineError: The server cannot check its weights, or was started with another backend: the
-            trainer would wait for it.
+        EngineError: The server cannot check its weights, takes shorter sequences, or was started
+            with another backend: the trainer would wait for it.
     """
     info = client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
     config = info["vllm_config"]
@@ -421,6 +434,12 @@ def check_server(client: httpx.Client, backend: str) -> str:
         raise EngineError(
             f"its weight transfer backend is {started_with!r}; expected {backend!r}: start it with "
             f"""--weight-transfer-config '{{"backend": "{backend}"}}' or choose --transfer folder"""
+        )
+    length = config["model_config"]["max_model_len"]
+    if length < max_context:
+        raise EngineError(
+            f"its maximum length is {length} tokens; expected at least the run's {max_context}: "
+            f"start it with --max-model-len {max_context} or lower --rollout.max-context"
         )
     return str(config["model_config"]["dtype"]).removeprefix("torch.")
 
@@ -438,8 +457,13 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def read_completion(server: Server, response: httpx.Response) -> Completion | str:
+def read_completion(server: Server, response: httpx.Response, prefix: str) -> Completion | str:
     """Reads an answer; returns why the server cannot be used any more if it gave no completion.
+
+    Args:
+        server: The server.
+        response: Its answer.
+        prefix: See `ServerRequests.prefix`.
 
     Raises:
         EngineError: The server refused the request, or the answer cannot be read.
@@ -454,13 +478,14 @@ def read_completion(server: Server, response: httpx.Response) -> Completion | st
         if choice["finish_reason"] == "abort":  # as a server does when it is stopped
             return "aborted a request"
         spans = [(span["version"], span["start"]) for span in choice["weight_versions"]]
-        if others := [version for version, _ in spans if not version.isdecimal()]:
+        own = re.compile(re.escape(prefix) + r"(\d+)")
+        if others := [version for version, _ in spans if not own.fullmatch(version)]:
             return f"has the weights {others[0]!r}, which this run did not send"
         return Completion.of(
             choice["token_ids"],
             [place["logprob"] for place in choice["logprobs"]["content"]],
             choice["finish_reason"],
-            [(int(version), start) for version, start in spans],
+            [(int(version.removeprefix(prefix)), start) for version, start in spans],
         )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise EngineError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -75,6 +76,7 @@ class VLLMServerEngine(ServerRequests):
             request_timeout=timeout,
             cache_share=float(config.follow_cache),
         )
+        self.prefix = f"{secrets.token_hex(4)}."
         self.servers_lost = self.server_restarts = 0
         self.tolerance, self.undo_updates = config.tolerance, config.undo_updates
         self._config = config
@@ -197,6 +199,7 @@ class VLLMServerEngine(ServerRequests):
             max_context=self._max_context,
             request_timeout=self._request_timeout,
             adapter=self.adapter,
+            prefix=self.prefix,
             cache_slots=self._max_slots if self._config.follow_cache else 0,
             lost=self._none_left(State.SERVING, *self._coming),
         )
@@ -403,7 +406,7 @@ class VLLMServerEngine(ServerRequests):
             with server.client(_SEND_SECONDS) as client:
                 first = not server.dtype
                 if first:
-                    server.dtype = check_server(client, self._transfer)
+                    server.dtype = check_server(client, self._transfer, self._max_context)
                 client.post("/pause", params=_KEEP).raise_for_status()
                 if self._transfer == "folder":
                     if first or not self.adapter:  # a server that starts needs the base as well
@@ -420,7 +423,9 @@ class VLLMServerEngine(ServerRequests):
                     ):
                         return problem
                     call(client, "load_adapter", folder=folder, number=str(server.adapter_id))
-                version = {"new_version": str(self._sent)}  # for `Completion.weights_versions`
+                version = {
+                    "new_version": f"{self.prefix}{self._sent}"
+                }  # for `Completion.weights_versions`
                 client.post("/update_weight_version", json=version).raise_for_status()
                 problem = reset_cache(client)
                 if not problem:
