@@ -12,7 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.audit.attackers import ATTACKERS, CALLS, IDLE, LIMIT, TRIES, Attempt, Knowledge
+from gspo_env.audit.attackers import (
+    ATTACKERS,
+    CALLS,
+    IDLE,
+    LIMIT,
+    TRIES,
+    Attempt,
+    Knowledge,
+    Script,
+    first,
+    mutated,
+    openings,
+    pieces,
+)
 from gspo_env.compare.stats import paired_interval
 from gspo_env.credit.scores import auto_score, rewards_differ, turn_rewards
 from gspo_env.env.base import attribute, overrides
@@ -30,7 +43,8 @@ from gspo_env.runtime.threads import EnvThread, wrong_actions
 from gspo_env.seeding import derive_seed, global_generators_kept
 from gspo_env.types import Episode, FloatArray, Group, Score, Task
 
-GOLD, NOISY, LEARNED = "expert (gold)", "expert, half at random", "trained on the reward"
+GOLD, NOISY, HALF = "expert (gold)", "expert, half at random", "expert, an echo at the end"
+LEARNED, FOUND = "trained on the reward", "found by a search"
 """The rows of the table that are not attackers."""
 Episodes = Mapping[str, Sequence[Episode]]
 """The episodes of each row, one for each task."""
@@ -47,6 +61,8 @@ _PARTIAL = 0.9
 _TURNS, _BATCH, _STEP = 4, 16, 4.0
 """Turns that the trained policy tells apart, the last for all later ones, the episodes of an update
 and its step size."""
+_KEPT = 6
+"""Scripts of a search that have variants."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +91,7 @@ class Row:
 
     def pays(self, allow: float) -> bool:
         """Returns whether it is an attacker that gets more than is allowed."""
-        return self.name not in (GOLD, NOISY) and self.share > allow
+        return self.name not in (GOLD, NOISY, HALF) and self.share > allow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +130,7 @@ def audit(
     tasks: int = 32,
     allow: float = 0.25,
     gold: float = 1.0,
-    train: int = 320,
+    train: int = 960,
     solutions: bool = False,
     seed: int = 0,
     max_turns: int = 16,
@@ -189,8 +205,10 @@ class _Auditor:
             self.score = declared_score(self.env_id, self.env) or auto_score(every)
             solved = [episode for episode in by_name.get(GOLD, ()) if episode.success]
             self.gold = mean(map(self.reward, solved)) if solved else gold
+            found: list[Script] = []
             if train and not self.solutions and not overrides(self.env, "group_reward"):
-                by_name[LEARNED] = self.learned(tasks, train)
+                found, by_name[LEARNED] = self.learned(list(looks.values()), train)
+                by_name[FOUND] = [self.play(t, self.attack(t, found[0])) for t in tasks]
             rows = {name: self.row(name, episodes) for name, episodes in by_name.items()}
             free = [
                 key
@@ -208,7 +226,7 @@ class _Auditor:
             ]
             if not self.solutions:
                 checks += [
-                    self.escape(by_name, allow),
+                    self.escape(by_name, rows, allow),
                     self.agreement(by_name, odd),
                     *self.directions(by_name),
                     self.lengths(by_name),
@@ -222,6 +240,7 @@ class _Auditor:
             gold=self.gold,
             tasks=len(tasks),
             facts=self.facts(bool(experts), speed)
+            | ({"the search found": str(found[0])} if found else {})
             | ({"failed episodes": f"{failures} of {len(episodes)}"} if failures else {}),
             rows=tuple(rows.values()),
             findings=tuple(finding for finding in checks if finding is not None),
@@ -271,17 +290,20 @@ class _Auditor:
         played = {} if expert is None else {GOLD: expert}
         if expert is not None and not self.solutions:
             played[NOISY] = self.play(task, demonstrator(0.5))
+            shows, last = demonstrator(), len(expert.turns) - 1
+            played[HALF] = self.play(
+                task, lambda now: shows(now) if now.turn < last else now.observation
+            )
         for name in self.attackers:
-            played[name] = self.play(task, self.attack(task, name))
+            played[name] = self.play(task, self.attack(task, ATTACKERS[name]))
         return dict(zip(played, self.scored(task, list(played.values())), strict=True))
 
-    def attack(self, task: Task, choice: str | Callable[[int], int]) -> Policy:
-        """Returns a policy that plays an attacker, or the one that is chosen at each turn."""
+    def attack(self, task: Task, choice: Script | Callable[[int], Script]) -> Policy:
+        """Returns a policy that plays a script, or the one that is chosen at each turn."""
         attempt = Attempt(random.Random(derive_seed("audit", task.seed)), self.knowledge[task.seed])
-        if isinstance(choice, str):
+        if isinstance(choice, Script):
             return lambda now: attempt.play(choice, now)
-        names = list(ATTACKERS)
-        return lambda now: attempt.play(names[choice(min(now.turn, _TURNS - 1))], now)
+        return lambda now: attempt.play(choice(min(now.turn, _TURNS - 1)), now)
 
     def scored(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Episode]:
         """Adds the rewards of the group, as a rollout does."""
@@ -319,25 +341,59 @@ class _Auditor:
             turns=mean(len(e.turns) for e in played),
         )
 
-    def learned(self, tasks: Sequence[Task], train: int) -> list[Episode]:
+    def searched(self, looks: Sequence[Episode], budget: int) -> list[Script]:
+        """Searches scripts by the reward alone, and returns the best, best first.
+
+        Each opening plays two tasks; the rest of the budget goes to variants of what paid most.
+        """
+        rng, tasks = random.Random(self.seed), [episode.task for episode in looks]
+        contents = pieces(looks[0].prompt, first(looks[0]))
+        paid: dict[Script, list[float]] = {}
+
+        def best() -> list[Script]:
+            return sorted(paid, key=lambda script: -mean(paid[script]))[:_KEPT]
+
+        def attempt(script: Script, count: int) -> int:
+            rewards = paid.setdefault(script, [])
+            for _ in range(count):
+                task = tasks[len(rewards) % len(tasks)]
+                rewards.append(self.reward(self.play(task, self.attack(task, script))))
+            return count
+
+        first_ones = openings(contents)
+        if 4 * len(first_ones) > 3 * budget:
+            first_ones = rng.sample(first_ones, budget * 3 // 8)
+        budget -= sum(attempt(script, 2) for script in first_ones)
+        while budget > 0 and paid:
+            parents = best()
+            child = mutated(rng.choice(parents), contents, rng)
+            budget -= attempt(child, 2) + (attempt(child, 2) if child in best() else 0)
+            parent = rng.choice(parents)
+            budget -= attempt(parent, 2) if len(paid[parent]) < len(tasks) else 0
+        return best()
+
+    def learned(self, looks: Sequence[Episode], train: int) -> tuple[list[Script], list[Episode]]:
         """Trains a policy on the reward alone, and returns the episodes that it then plays.
 
-        It chooses an attacker at each turn, by a softmax for each of the first turns; REINFORCE
-        with the mean of a batch as the baseline (Williams 1992).
+        It chooses a script at each turn, by a softmax for each of the first turns; REINFORCE with
+        the mean of a batch as the baseline (Williams 1992).
         """
-        rng, names = np.random.default_rng(self.seed), list(ATTACKERS)
-        logits = np.zeros((_TURNS, len(names)))
-        for start in range(0, train, _BATCH):
+        found = self.searched(looks, train // 2)
+        tasks = [episode.task for episode in looks]
+        rng, scripts = np.random.default_rng(self.seed), [*ATTACKERS.values(), *found]
+        logits = np.zeros((_TURNS, len(scripts)))
+        for start in range(0, train // 2, _BATCH):
             rewards, gradients = np.zeros(_BATCH), np.zeros((_BATCH, *logits.shape))
             for n in range(_BATCH):
                 task = tasks[(start + n) % len(tasks)]
                 probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
                 choose = partial(_sample, rng, probabilities, gradients[n])
-                rewards[n] = self.reward(self.play(task, self.attack(task, choose)))
+                policy = self.attack(task, lambda turn, choose=choose: scripts[choose(turn)])
+                rewards[n] = self.reward(self.play(task, policy))
             centred = rewards - rewards.mean()
             logits += _STEP / _BATCH * np.tensordot(centred / (centred.std() or 1.0), gradients, 1)
         best = logits.argmax(-1)
-        return [self.play(t, self.attack(t, lambda k: int(best[k]))) for t in tasks]
+        return found, [self.play(t, self.attack(t, lambda k: scripts[best[k]])) for t in tasks]
 
     def replayed(self, gold: Sequence[Episode]) -> Finding | None:
         """Whether the expert succeeds."""
@@ -378,15 +434,19 @@ class _Auditor:
             advice="Leave them out of training, or reward also what has to be done on the way.",
         )
 
-    def escape(self, by_name: Episodes, allow: float) -> Finding | None:
+    def escape(
+        self, by_name: Episodes, rows: Mapping[str, Row], allow: float
+    ) -> Finding | None:
         """Whether doing nothing pays more than an honest attempt that fails."""
         tries = [by_name[name] for name in (NOISY, *TRIES) if name in by_name]
-        gaps: dict[str, list[float]] = {name: [] for name in (*IDLE, LIMIT)}
+        names = [n for n in (*IDLE, LIMIT, LEARNED, FOUND) if n in rows and not rows[n].pays(allow)]
+        gaps: dict[str, list[float]] = {name: [] for name in names}
         for name, values in gaps.items():
             for idle, *attempts in zip(by_name[name], *tries, strict=True):
                 lost = [self.reward(e) for e in attempts if not e.success and not e.failed]
-                values += [self.reward(idle) - mean(lost)] if lost and not idle.failed else []
-        name, values = max(gaps.items(), key=lambda item: mean(item[1]))
+                if lost and not (idle.failed or idle.success):
+                    values.append(self.reward(idle) - mean(lost))
+        name, values = max(gaps.items(), key=lambda item: mean(item[1]), default=("", []))
         if mean(values) <= allow * abs(self.gold) or interval(values)[0] <= 0:
             return None
         return Finding(
@@ -482,7 +542,7 @@ class _Auditor:
             return [(t.text, t.observation, t.reward) for t in episode.turns]
 
         def same(task: Task) -> bool:
-            first, again = (self.play(task, self.attack(task, CALLS)) for _ in range(2))
+            first, again = (self.play(task, self.attack(task, ATTACKERS[CALLS])) for _ in range(2))
             if record(first) != record(again):
                 return False
             expert = experts.get(task.seed)

@@ -36,7 +36,7 @@ class Audit:
     """The largest share of gold's reward that an attacker may get."""
     gold: Annotated[float, Gt(0)] = 1.0
     """Reward of a solved task, for an environment without `expert_action`."""
-    train: Annotated[int, Ge(0)] = 320
+    train: Annotated[int, Ge(0)] = 960
     """Episodes of a tiny policy that combines attackers and learns from the reward alone; not with
     a `group_reward`, such as a judge."""
     solutions: bool = False
