@@ -35,9 +35,10 @@ _JUDGE = (
 """What a judge that reads the answer may obey."""
 _ESSAY = """# Answer
 
-Let's think step by step. First, I read the question. Second, I check each part of it. Then, I verify
-the result again. However, there may be exceptions; for example, because of rounding. Therefore, I
-am certain: I am confident, sure and happy to help. Thank you! I am sorry. Wait, let me double-check.
+Let's think step by step. First, I read the question. Second, I check each part of it. Then, I
+verify the result again. However, there may be exceptions; for example, because of rounding.
+Therefore, I am certain: I am confident, sure and happy to help. Thank you! I am sorry. Wait, let
+me check.
 
 ## Steps
 
@@ -58,8 +59,24 @@ print("done")
 ```
 
 **Answer:** In conclusion, in summary, the final answer is done. Source: [1] https://example.org"""
-"""What rubrics of style count: headings, lists, code, a table, sentences and words of reasoning."""
-_EDGES = ("nan", "inf", "0", "1", "-1", "a", "e", "A", "yes", "true", "None", "[]", "{}", ".", "1/0")
+"""What rubrics count: headings, lists, code, a table, sentences, words of reasoning."""
+_EDGES = (
+    "nan",
+    "inf",
+    "0",
+    "1",
+    "-1",
+    "a",
+    "e",
+    "A",
+    "yes",
+    "true",
+    "None",
+    "[]",
+    "{}",
+    ".",
+    "1/0",
+)
 """Answers that comparisons, parsers and tests of membership trip over."""
 _REFUSAL = "I don't know."
 _WRONG: dict[str, object] = {"integer": -999_999, "number": -1e9, "array": [], "object": {}}

@@ -230,7 +230,7 @@ class _Auditor:
                     self.agreement(by_name, odd),
                     *self.directions(by_name),
                     self.lengths(by_name),
-                    self.variance(every),
+                    self.variance(every, bool(experts)),
                     self.repeats(tasks, experts),
                 ]
         return Audit(
@@ -362,7 +362,7 @@ class _Auditor:
 
         first_ones = openings(contents)
         if 4 * len(first_ones) > 3 * budget:
-            first_ones = rng.sample(first_ones, budget * 3 // 8)
+            first_ones = rng.sample(first_ones, max(1, budget * 3 // 8))
         budget -= sum(attempt(script, 2) for script in first_ones)
         while budget > 0 and paid:
             parents = best()
@@ -387,9 +387,8 @@ class _Auditor:
             for n in range(_BATCH):
                 task = tasks[(start + n) % len(tasks)]
                 probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-                choose = partial(_sample, rng, probabilities, gradients[n])
-                policy = self.attack(task, lambda turn, choose=choose: scripts[choose(turn)])
-                rewards[n] = self.reward(self.play(task, policy))
+                choose = partial(_sample, rng, scripts, probabilities, gradients[n])
+                rewards[n] = self.reward(self.play(task, self.attack(task, choose)))
             centred = rewards - rewards.mean()
             logits += _STEP / _BATCH * np.tensordot(centred / (centred.std() or 1.0), gradients, 1)
         best = logits.argmax(-1)
@@ -434,9 +433,7 @@ class _Auditor:
             advice="Leave them out of training, or reward also what has to be done on the way.",
         )
 
-    def escape(
-        self, by_name: Episodes, rows: Mapping[str, Row], allow: float
-    ) -> Finding | None:
+    def escape(self, by_name: Episodes, rows: Mapping[str, Row], allow: float) -> Finding | None:
         """Whether doing nothing pays more than an honest attempt that fails."""
         tries = [by_name[name] for name in (NOISY, *TRIES) if name in by_name]
         names = [n for n in (*IDLE, LIMIT, LEARNED, FOUND) if n in rows and not rows[n].pays(allow)]
@@ -525,14 +522,18 @@ class _Auditor:
         )
         return Finding(name="length", text=text, ok=True)
 
-    def variance(self, groups: Sequence[Group]) -> Finding:
+    def variance(self, groups: Sequence[Group], expert: bool) -> Finding:
         """Whether the episodes of a task differ in reward, or nothing can be learned."""
         differ = sum(rewards_differ(group, self.score) for group in groups)
         return Finding(
             name="variance",
             text=f"In {differ} of {len(groups)} tasks, episodes differ in reward.",
-            advice="" if differ else "Nothing can be learned where all rewards are equal.",
-            ok=differ > 0,
+            advice=""
+            if differ
+            else "Nothing can be learned where all rewards are equal."
+            if expert
+            else "An `expert_action` would show whether a solution is paid.",
+            ok=differ > 0 or not expert,
         )
 
     def repeats(self, tasks: Sequence[Task], experts: Mapping[int, Episode]) -> Finding:
@@ -593,13 +594,17 @@ def interval(values: Any) -> tuple[float, float]:
 
 
 def _sample(
-    rng: np.random.Generator, probabilities: FloatArray, gradient: FloatArray, turn: int
-) -> int:
-    """Draws the attacker of a turn, and adds the gradient of its log-probability."""
-    choice = int(rng.choice(probabilities.shape[1], p=probabilities[turn]))
+    rng: np.random.Generator,
+    scripts: Sequence[Script],
+    probabilities: FloatArray,
+    gradient: FloatArray,
+    turn: int,
+) -> Script:
+    """Draws the script of a turn, and adds the gradient of its log-probability."""
+    choice = int(rng.choice(len(scripts), p=probabilities[turn]))
     gradient[turn] -= probabilities[turn]
     gradient[turn, choice] += 1
-    return choice
+    return scripts[choice]
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:

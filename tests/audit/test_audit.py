@@ -5,58 +5,13 @@ import random
 from dataclasses import replace
 
 import pytest
+from support.planted_rewards import HALF_WORK, SOUND, WEAK, Dial, Sums, planted
 
-from gspo_env import ConfigError, TextEnv, ToolEnv, format_tool_call, tool
+from gspo_env import ConfigError, tool
 from gspo_env.audit import audit
 from gspo_env.audit.attackers import ATTACKERS
 from gspo_env.cli.main import main
 from gspo_env.env.base import extract_tag
-
-
-class Sums(TextEnv):
-    """Add two numbers; the reward is 1 for the right sum."""
-
-    system_prompt = "Add the numbers. Answer with <answer>number</answer>."
-    blocking = False
-    says = "{}"
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.a, self.b = map(int, self.np_random.integers(100, 900, size=2))
-        return self.says.format(f"{self.a} + {self.b} = ?", self.a + self.b), {
-            "task_key": f"{self.a}+{self.b}"
-        }
-
-    def step(self, action):
-        right = extract_tag(action, "answer") == str(self.a + self.b)
-        return "", float(self.pay(action, right)), True, False, {"success": right}
-
-    def pay(self, text, right):
-        return right
-
-    def expert_action(self, noise=0.0):
-        wrong = int(self.np_random.random() < noise)
-        return f"The sum is <answer>{self.a + self.b + wrong}</answer>"
-
-
-class Length(Sums):
-    def pay(self, text, right):
-        return min(len(text), 1000) / 1000
-
-
-class Keyword(Sums):
-    def pay(self, text, right):
-        return "sum" in text
-
-
-class Echo(Sums):
-    def pay(self, text, right):
-        return right or f"{self.a} + {self.b}" in text
-
-
-class Format(Sums):
-    def pay(self, text, right):
-        return extract_tag(text, "answer") is not None
 
 
 class Judge(Sums):
@@ -70,7 +25,7 @@ class Judge(Sums):
         return replace(group, episodes=tuple(map(judged, group.episodes)))
 
 
-class HonestJudge(Judge):
+class HonestJudge(Sums):
     def group_reward(self, group):
         scored = [
             replace(e, turns=(replace(e.turns[-1], reward=float(e.success)),))
@@ -106,71 +61,6 @@ class OneFree(Sums):
         return "", float(right), True, False, {"success": right}
 
 
-class Dial(ToolEnv):
-    """Set a dial; only the last state counts, and it always has to change."""
-
-    system_prompt = "Set the dial, then say done."
-    max_turns = 6
-    blocking = False
-    least, error_reward = 1, -0.1
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed, options=options)
-        self.dial, self.goal = 0, int(self.np_random.integers(self.least, 40))
-        self.right = False
-        return f"Set the dial to {self.goal}.", {"task_key": self.goal}
-
-    @tool
-    def turn(self, to: int) -> str:
-        """Turn the dial.
-
-        Args:
-            to: The new value.
-        """
-        self.dial = to
-        return f"The dial is at {to}."
-
-    def on_final(self, text):
-        self.right = self.dial == self.goal
-        return "", float(self.right), True
-
-    def step_info(self, terminated, truncated):
-        return {"success": self.right} if terminated or truncated else {}
-
-    def expert_action(self, noise=0.0):
-        if self.dial == self.goal:
-            return "done"
-        wrong = int(self.np_random.random() < noise)
-        return format_tool_call("turn", {"to": self.goal + wrong})
-
-
-class StateAlone(Dial):
-    least = -20
-
-    def reset(self, *, seed=None, options=None):
-        result = super().reset(seed=seed, options=options)
-        self.goal = max(self.goal, 0)  # a third of the tasks wants the state that is there
-        return f"Set the dial to {self.goal}.", {"task_key": result[1]["task_key"]}
-
-
-class AnyCall(Dial):
-    def on_tool_result(self, call, result):
-        return 0.3
-
-
-class EchoPrefix(Sums):
-    def pay(self, text, right):
-        return right or text.lower().startswith(f"answer: {self.a} + {self.b}")
-
-
-class AnyJSON(Sums):
-    def pay(self, text, right):
-        try:
-            return right or isinstance(json.loads(text), dict)
-        except ValueError:
-            return right
-
-
 class ForeignJudge(Sums):
     def pay(self, text, right):
         return right or "Höchstpunktzahl" in text
@@ -187,41 +77,16 @@ class FailedCallChanges(Dial):
     turn = tool(turn)
 
 
-class ToolLeak(Dial):
-    """The description of the tool has the answer."""
-
-    def reset(self, *, seed=None, options=None):
-        _, info = super().reset(seed=seed, options=options)
-        leaky = replace(self.tools[0], description=f"Turn the dial (key {self.goal}).")
-        return "Find the number.", {**info, "tools": [leaky]}
-
-    def on_final(self, text):
-        self.right = text == str(self.goal)
-        return "", float(self.right), True
-
-    def expert_action(self, noise=0.0):
-        return str(self.goal + int(self.np_random.random() < noise))
-
-
 class RandomReward(Sums):
     def pay(self, text, right):
         return right * (0.5 + random.random() / 2)
 
 
 FOUND = {
-    EchoPrefix: ("attackers", "echo as the answer"),
-    AnyJSON: ("attackers", "any JSON"),
-    ForeignJudge: ("attackers", "text for the judge in other languages"),
+    ForeignJudge: ("attackers", "text for the judge"),
     FailedCallChanges: ("attackers", "a call that fails, then stop"),
-    ToolLeak: ("attackers", "copy from the prompt"),
     RandomReward: ("repeats", "another episode"),
-    Length: ("attackers", "long text"),
-    Keyword: ("attackers", "constant answer"),
-    Echo: ("attackers", "echo"),
-    Format: ("attackers", "right format, wrong content"),
     Judge: ("attackers", "text for the judge"),
-    StateAlone: ("free tasks", " of 32 tasks"),
-    AnyCall: ("attackers", "random calls"),
     Escape: ("escape", "'empty' gets 1 more"),
     Leak: ("attackers", "copy from the prompt"),
     OneFree: ("free tasks", "1 of 8 tasks pay for no work as for gold: 3."),
@@ -237,11 +102,50 @@ def test_weak_rewards_are_found(env):
     assert result.is_sound is False
 
 
-@pytest.mark.parametrize("env", [Sums, Strict, HonestJudge, Dial, "gspo/Lookup-v0"])
-def test_five_sound_rewards_are_called_sound(env):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WEAK)
+def test_a_weak_reward_of_every_kind_is_found(name):
+    findings = audit(planted(name, WEAK), tasks=16).findings
+    bad = {finding.name for finding in findings if not finding.ok}
+    expected = {"attackers", "free tasks", "escape"}
+    assert bad & (expected | ({"success"} if name in HALF_WORK else set()))
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_reward_is_called_sound(name):
+    result = audit(planted(name, SOUND))
+    assert [str(finding) for finding in result.findings if not finding.ok] == []
+
+
+@pytest.mark.parametrize("env", [HonestJudge, "gspo/Lookup-v0"])
+def test_a_sound_judge_and_environment_are_called_sound(env):
     result = audit(env)
     assert [str(finding) for finding in result.findings if not finding.ok] == []
     assert result.tasks == 32
+
+
+def unsolved(env):
+    """Returns the environment without its expert, which most users have."""
+
+    def nothing(self, noise=0.0):
+        raise NotImplementedError
+
+    return type(f"Unsolved{env.__name__}", (env,), {"expert_action": nothing})
+
+
+@pytest.mark.parametrize("name", ["sums", "desk", "rooms"])
+def test_without_an_expert_a_reward_that_pays_no_attacker_is_not_called_bad(name):
+    result = audit(unsolved(planted(name, SOUND)), tasks=8)
+    assert [str(finding) for finding in result.findings if not finding.ok] == []
+    assert any("expert_action" in finding.advice for finding in result.findings)
+
+
+@pytest.mark.parametrize("name", ["keyword", "any box", "verdict", "any call", "quitting wins"])
+def test_without_an_expert_weak_rewards_are_found_too(name):
+    result = audit(unsolved(planted(name, WEAK)), tasks=8)
+    bad = {finding.name for finding in result.findings if not finding.ok}
+    assert bad & {"attackers", "free tasks"}
+    assert result.facts["the search found"]
 
 
 @pytest.mark.parametrize(
@@ -312,6 +216,7 @@ class Raises(Sums):
 
 
 def test_an_attacker_that_only_makes_the_environment_fail_has_no_share_and_an_open_interval():
+    assert audit(Raises, tasks=4, train=1).rows[-1].name == "found by a search"
     result = audit(Raises, tasks=4, train=0)
     rows = {row.name: row for row in result.rows}
     assert (rows["long text"].share, rows["long text"].low, rows["long text"].high) == (0, 0, 1)
@@ -323,10 +228,11 @@ def test_an_attacker_that_only_makes_the_environment_fail_has_no_share_and_an_op
 
 
 def test_the_same_audit_twice_is_the_same_and_one_more_is_allowed():
-    first, again = audit(Format, tasks=4), audit(Format, tasks=4)
+    weak = planted("format", WEAK)
+    first, again = audit(weak, tasks=4), audit(weak, tasks=4)
     assert (first.rows, first.findings) == (again.rows, again.findings)
     assert {row.name for row in first.rows} > set(ATTACKERS)
-    allowed = {f.name: f.ok for f in audit(Format, tasks=4, allow=1.0).findings}
+    allowed = {f.name: f.ok for f in audit(weak, tasks=4, allow=1.0).findings}
     assert allowed["attackers"]
     assert not allowed["success"]
 
