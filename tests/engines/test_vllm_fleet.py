@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from gspo_env.engines.vllm import adapter, process, server
 from gspo_env.engines.vllm.process import State
 from gspo_env.engines.vllm.requests import ServerClient
 from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
-from gspo_env.errors import EngineError
+from gspo_env.errors import ConfigError, EngineError
 from gspo_env.model.adapters import add_adapter
 from gspo_env.model.export import named_weights
 
@@ -437,6 +438,40 @@ def test_servers_that_want_a_key_get_that_of_the_environment(start, model, monke
     engine = start(add_adapter(model, 2), replicas=2, adapter_only=True)
     assert engine.adapter_only
     assert asyncio.run(ask(engine, 4)) == [in_folder(engine)] * 4
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [
+        (("node:8000", "http://node:8001"), "expected http://HOST:PORT for each"),
+        (("http://node:8000", "http://node:8001", "http://node:8000/"), "expected each .* once"),
+    ],
+)
+def test_addresses_that_are_none_or_come_twice_are_refused(addresses, expected):
+    with pytest.raises(ConfigError, match=expected):
+        VLLMServer(addresses=addresses)
+
+
+def test_a_server_samples_for_others_after_an_update_that_its_trainer_stopped(
+    start, model, foreign, tmp_path
+):
+    engine = start(addresses=(str(foreign.base_url).rstrip("/"),))
+    gate = tmp_path / "loading"
+    gate.touch()
+
+    async def stop():
+        update = asyncio.create_task(engine.update_in_flight(named_weights(model), 1))
+        async with asyncio.timeout(60):
+            while not foreign.get("/is_paused").json()["is_paused"]:
+                await asyncio.sleep(0.01)
+        update.cancel()
+        with suppress(asyncio.CancelledError):
+            await update
+        gate.unlink()
+
+    asyncio.run(stop())  # as at Ctrl-C, it waits for its threads
+    engine.close()
+    assert not foreign.get("/is_paused").json()["is_paused"]
 
 
 def test_a_server_that_takes_shorter_sequences_than_the_run_is_refused_and_not_paused(

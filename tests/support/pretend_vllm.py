@@ -60,6 +60,9 @@ class VLLM(Handler):
         if self.path == "/held":  # long actions that wait
             super().answer(VLLM.held)
             return
+        if self.path == "/is_paused":
+            super().answer({"is_paused": not VLLM.going.is_set()})
+            return
         if takes("busy"):
             time.sleep(6)
         if self.path == "/metrics":
@@ -79,6 +82,8 @@ class VLLM(Handler):
         fields = json.loads(body) if body else {}
         if path == "/collective_rpc":
             method, folder = fields["method"], fields["kwargs"].get("folder")
+            while SOCKET.with_name("loading").exists():
+                time.sleep(0.01)
             if method == "load_checked":
                 VLLM.base = read(folder)
             elif method == "load_adapter":

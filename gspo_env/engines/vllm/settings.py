@@ -120,6 +120,8 @@ class VLLMServer(VLLMSettings):
             raise ConfigError(
                 f"addresses is {self.addresses!r}; expected http://HOST:PORT for each"
             )
+        if len({address.rstrip("/") for address in self.addresses}) < len(self.addresses):
+            raise ConfigError(f"addresses is {self.addresses!r}; expected each server once")
 
     def transfer_for(self, device: str) -> str:
         """Returns the transfer for a model on a device, such as `cpu`."""
