@@ -94,18 +94,11 @@ class Knowledge:
 
     gold: Sequence[Episode] = ()
     """Episodes of the expert, each with a turn."""
-    turn: int = -1
-    """The turn whose actions are the answers."""
-
-    @cached_property
-    def opening(self) -> Knowledge:
-        """The same of their first actions."""
-        return Knowledge(self.gold, 0)
 
     @cached_property
     def answers(self) -> list[str]:
-        """The last action of each, or the first one."""
-        return [episode.turns[self.turn].text for episode in self.gold]
+        """The last action of each."""
+        return [episode.turns[-1].text for episode in self.gold]
 
     @cached_property
     def format(self) -> tuple[str, str]:
@@ -264,15 +257,6 @@ def _constant(now: PolicyInput, attempt: Attempt) -> str:
     return answers.most_common(1)[0][0] if answers else attempt.answer(now, "yes")
 
 
-def _opening(now: PolicyInput, attempt: Attempt) -> str:
-    """The first command of the expert, with what this prompt has in its place."""
-    opening = attempt.knowledge.opening
-    if tools_of(now) or not opening.gold:
-        return attempt.any_call(now)
-    before, after = opening.format
-    return f"{before}{_at(opening.place, attempt.text)}{after}"
-
-
 def _middle(now: PolicyInput, attempt: Attempt) -> str:
     """The median of the answers that are numbers, which is near to most."""
     known = sorted(int(text) for text in attempt.knowledge.contents if text.isdecimal())
@@ -333,7 +317,6 @@ CONTENTS: dict[str, Say] = {
     "every answer": _candidates,
     "the commonest answer": _constant,
     "the middle answer": _middle,
-    "an opening": _opening,
     "another gold": _other_gold,
     "a call": lambda now, attempt: attempt.any_call(now),
     "the same call": _same_call,

@@ -155,13 +155,15 @@ def test_without_an_expert_weak_rewards_are_found_too(name):
         ("gspo/Story-v0", []),
         ("gspo/Dialogue-v0", []),
         ("gspo/Wordle-v0", []),
+        ("gspo/GuessNumber-v0", []),
+        ("examples/backwards.py:Backwards", []),
         ("gspo/KeyDoor-v0", []),
         ("gspo/Additive-v0", ["attackers"]),  # each right word pays, and one of four is right
         ("gspo/VariableLength-v0", ["attackers", "free tasks"]),  # a near miss pays
     ],
 )
 def test_what_the_audit_says_of_the_built_in_environments(env, wrong):
-    result = audit(env, tasks=16)  # GuessNumber: 26 % in all 31 tasks, by the trained policy
+    result = audit(env, tasks=16)
     assert [finding.name for finding in result.findings if not finding.ok] == wrong
 
 

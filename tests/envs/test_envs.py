@@ -105,16 +105,20 @@ def test_calculator_expressions_have_their_value_and_pay_each_step():
         assert 2 <= len(steps) - 1 <= 4
 
 
-def test_guesses_pay_only_while_possible():
+def test_guesses_pay_by_what_they_rule_out_so_that_slow_ones_earn_no_more():
     env: Any = make_env("gspo/GuessNumber-v0", high=8)
-    env.reset(seed=0)
-    number = env.unwrapped._number
-    wrong = 1 if number > 4 else 8
-    told = "higher" if wrong < number else "lower"
-    assert env.step(f"<guess>{wrong}</guess>")[:2] == (told, 0.1)
-    assert env.step(f"<guess>{wrong}</guess>")[:2] == (told, 0.0)
+    seeds = iter(range(100))
+    while env.unwrapped.__dict__.get("_number") != 7:
+        env.reset(seed=next(seeds))
+    seed = next(seeds) - 1
+    assert env.step("<guess>4</guess>")[:2] == ("higher", pytest.approx(0.05))
+    assert env.step("<guess>4</guess>")[:2] == ("higher", 0.0)
     assert env.step("<guess>²</guess>")[1] == 0.0
-    assert env.step(f"<guess>{number}</guess>")[:3] == ("correct", 1.0, True)
+    assert env.step("<guess>9</guess>")[:2] == ("lower", 0.0)
+    assert env.step("<guess>7</guess>")[:3] == ("correct", pytest.approx(1.1), True)
+    env.reset(seed=seed)
+    slow = [env.step(f"<guess>{guess}</guess>")[1] for guess in range(1, 8)]
+    assert sum(slow) == pytest.approx(1.15)  # as any that finds it
 
 
 @pytest.mark.parametrize(

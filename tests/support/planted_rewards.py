@@ -467,7 +467,6 @@ WEAK = {
     "each command": (Lamps, lambda e, t, v, w: w + 0.1 * v),
     "each turn alive": (Rooms, lambda e, t, v, w: w + 0.08 * (not e.ends(t))),
     "each new place": (Rooms, lambda e, t, v, w: w + 0.2 * (v and t.startswith("go"))),
-    "each lamp, again and again": (Lamps, lambda e, t, v, w: w + 0.3 * e.lit),
     "quitting ends the costs": (Rooms, lambda e, t, v, w: w if w or t == "quit" else -0.1),
     "quitting wins": (Rooms, lambda e, t, v, w: w or t == "quit"),
 }  # fmt: skip

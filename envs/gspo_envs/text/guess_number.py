@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from gspo_env.env.base import extract_tag
 from gspo_env.errors import ConfigError
 from gspo_envs.text.answer import TaskEnv
 
+_HALVING = 0.05
+"""Reward for a guess that leaves half of the numbers."""
+
 
 class GuessNumberEnv(TaskEnv):
     """Guess a hidden number; the reply to each guess is "higher" or "lower".
 
-    A guess that is still possible earns 0.1; the right guess earns 1.0 and ends the episode.
+    A guess earns 0.05 for each halving of the numbers that are possible, so that slow guesses earn
+    no more than good ones; the right guess earns 1.0 more and ends the episode.
 
     Args:
         high: The largest possible number; the smallest is 1.
@@ -42,16 +47,16 @@ class GuessNumberEnv(TaskEnv):
         guess = _read_guess(text)
         if guess is None:
             return "Write your guess as <guess>number</guess>.", 0.0, False
+        possible = self._high - self._low + 1
+        if guess <= self._number:
+            self._low = max(self._low, guess + (guess < self._number))
+        if guess >= self._number:
+            self._high = min(self._high, guess - (guess > self._number))
+        reward = _HALVING * math.log2(possible / (self._high - self._low + 1))
         if guess == self._number:
-            self._low = self._high = guess
             self.outcome = 1.0
-            return "correct", 1.0, True
-        reward = 0.1 if self._low <= guess <= self._high else 0.0
-        if guess < self._number:
-            self._low = max(self._low, guess + 1)
-            return "higher", reward, False
-        self._high = min(self._high, guess - 1)
-        return "lower", reward, False
+            return "correct", 1.0 + reward, True
+        return "higher" if guess < self._number else "lower", reward, False
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Guesses the middle of the possible range, or with probability `noise` any number."""
