@@ -62,6 +62,8 @@ class Stop(StrEnum):
     """CPU time."""
     OUTPUT = "output"
     """The size of one output stream."""
+    MEMORY = "memory"
+    """The memory of a container."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,6 +47,13 @@ if sys.argv[2:] and tree.body and isinstance(tree.body[-1], ast.Expr):
 exec(compile(tree, "<code>", "exec"), scope)
 exec(compile(ast.Interactive(last), "<code>", "single"), scope)"""
 """Runs code, and prints the value of a last expression as `Sandbox.run` does."""
+_TRIAL = """for name; do command -v "$name" >/dev/null || echo "lacks $name"; done
+for file in memory.max memory/memory.limit_in_bytes pids.max pids/pids.max \
+cpu.max cpu/cpu.cfs_quota_us; do
+[ -r /sys/fs/cgroup/$file ] && read -r value rest </sys/fs/cgroup/$file && echo "$file $value"
+done"""
+"""Shows which programs an image lacks, and the limits of a control group of version 2 or 1."""
+_KILLS = "cat /sys/fs/cgroup/memory/memory.oom_control || cat /sys/fs/cgroup/memory.events"
 _LISTEN = """import ctypes, os, socket, sys
 if ctypes.CDLL(None).setns(os.open("/proc/%s/ns/net" % sys.argv[1], os.O_RDONLY), 0x40000000):
     sys.exit("setns")
@@ -81,7 +88,8 @@ class Containers:
     processes: int = 64
     """Simultaneous processes and threads."""
     disk_mib: int = 64
-    """Size of all files in each writable folder, which is kept in memory."""
+    """Size of all files in a writable folder, which is kept in memory. The first folder has at most
+    half of the memory, and all others together a quarter."""
     open_files: int = 1024
     """Open files of each process."""
     output_kib: int = 64
@@ -106,11 +114,13 @@ class Containers:
             if type(value) in (int, float) and not 0 < value < 1 << 24:
                 raise ConfigError(f"Containers: {name} is {value}, expected above 0.")
 
-    def check(self) -> bool:
-        """Tests whether the image is here, and removes what a killed process has left.
+    def check(self, *programs: str) -> bool:
+        """Tests whether the image is here and has programs, and removes what a killed process has left.
+
+        A warning names limits that this machine doesn't set.
 
         Raises:
-            SandboxUnavailableError: The program or the image is missing.
+            SandboxUnavailableError: Something is missing, or no container can be started.
         """
         remove_leftovers(self.program)
         if not has_image(self.program, self.image):
@@ -118,6 +128,7 @@ class Containers:
                 f"{self.program} has no image {self.image!r}, and none is pulled during a run; "
                 f"pull or build it before: {self.program} pull {self.image}"
             )
+        _try_out(self, ("timeout", *programs))
         return True
 
     check_commands = check
@@ -191,19 +202,24 @@ class Containers:
         return [self.program, "run", *flags, "--entrypoint", command[0], self.image, *command[1:]]
 
     def _flags(self, writable: Sequence[str] = ()) -> list[str]:
-        memory, folders = f"{self.memory_mib}m", dict.fromkeys((*writable, "/tmp"))
-        folders |= dict.fromkeys(("/run", "/var/tmp"))  # podman would mount them without a limit
-        options = f"rw,exec,nosuid,nodev,size={self.disk_mib}m,mode=1777"
+        memory, folders = f"{self.memory_mib}m", list(dict.fromkeys((*writable, "/tmp")))
+        folders += ["/run", "/var/tmp"]  # podman would mount them without a limit
+        # Full folders leave memory for the commands that empty them.
+        quarter = 1024 * self.memory_mib // 4
+        sizes = [min(1024 * self.disk_mib, 2 * quarter)]
+        sizes += [min(1024 * self.disk_mib, quarter // len(folders))] * len(folders)
+        options = "rw,exec,nosuid,nodev,mode=1777"
         options += ",notmpcopyup" if self.program == "podman" else ""
+        mounts = zip(folders, sizes, strict=False)
         return [
             *("--rm", "--pull=never", "--stop-timeout=0", "--network=none", "--cap-drop=ALL"),
             *(f"--label={_LABEL}={_owner()}", "--security-opt=no-new-privileges"),
             *(f"--memory={memory}", f"--memory-swap={memory}", f"--cpus={self.cpus}"),
-            *(f"--pids-limit={self.processes + 16}", f"--shm-size={self.disk_mib}m"),
+            *(f"--pids-limit={self.processes + 16}", f"--shm-size={sizes[-1]}k"),
             f"--ulimit=nproc={self.processes}:{self.processes}",
             f"--ulimit=nofile={self.open_files}:{self.open_files}",
             *("--ulimit=core=0:0", "--user=0:0", *["--read-only"] * self.read_only),
-            *(f"--tmpfs={folder}:{options}" for folder in folders if self.read_only),
+            *(f"--tmpfs={at}:{options},size={kib}k" for at, kib in mounts if self.read_only),
         ]
 
 
@@ -216,6 +232,7 @@ class ContainerSession(SandboxSession):
         identity = 1000 + secrets.randbelow(60_000)
         # Limits on processes count those of the user in all containers.
         self._user = settings.user or f"{identity}:{identity}"
+        self._kills = 0
         self._end = weakref.finalize(self, _remove, settings.program, name)
         self._end.atexit = False  # the sweeper does it
 
@@ -237,6 +254,8 @@ class ContainerSession(SandboxSession):
             self._check(result.stderr)  # docker's client ends with 1 where there is no container
             if code == 137 and result.seconds >= seconds:
                 code, stopped = None, Stop.TIME
+            elif code == 137 and self._is_out_of_memory():
+                code, stopped = None, Stop.MEMORY
         return SandboxResult(
             stdout=result.stdout,
             stderr=result.stderr,
@@ -310,13 +329,23 @@ class ContainerSession(SandboxSession):
 
     close = stop
 
+    def _is_out_of_memory(self) -> bool:
+        """Returns whether the kernel has killed a process for memory since the last call."""
+        shown = call(self._settings.program, "exec", self._name, "sh", "-c", _KILLS).stdout
+        match, last = re.search(r"oom_kill (\d+)", shown), self._kills
+        self._kills = int(match[1]) if match else last
+        return self._kills > last
+
     def _check(self, reason: str) -> None:
         """Raises an error if the container has ended, or the program could not use it."""
         program, form = self._settings.program, "{{.State.Running}}"
         state = call(program, "inspect", "--format", form, self._name)
         if state.stdout.strip() != "true":
             self.stop()
-            raise EnvironmentCrashError("sandbox: the container was ended from outside")
+            raise EnvironmentCrashError(
+                "sandbox: the container was ended from outside, or has used up its memory "
+                f"({self._settings.memory_mib} MiB)"
+            )
         if re.match(r"(Error: )?(OCI runtime|runc:|crun:|.*exec session)", reason):
             self.stop()
             text = " ".join(reason.split())[-200:]
@@ -476,6 +505,29 @@ def remove_leftovers(program: str) -> None:
     if orphans:
         logger.warning("removing %d containers that a killed process has left", len(orphans))
         call(program, "rm", "--force", *orphans)
+
+
+@functools.cache
+def _try_out(box: Containers, programs: tuple[str, ...]) -> None:
+    """Starts a container, once for each kind, and looks for programs and limits."""
+    line = ["run", *box._flags(), "--entrypoint", "sh", box.image, "-c", _TRIAL, "sh", *programs]
+    done = call(box.program, *line)
+    if done.returncode:
+        raise SandboxUnavailableError(
+            f"{box.program} starts no container of {box.image!r}: {_last(done)}"
+        )
+    if lacking := re.findall(r"(?m)^lacks (\S+)$", done.stdout):
+        raise SandboxUnavailableError(f"the image {box.image!r} has no {', '.join(lacking)}")
+    limits = re.findall(r"(?m)^(memory|pids|cpu)\S+ (\d{1,15})$", done.stdout)
+    if missing := sorted({"memory", "pids", "cpu"} - {name for name, _ in limits}):
+        _warn(box.program, ", ".join(missing))
+
+
+@functools.cache
+def _warn(program: str, missing: str) -> None:
+    logger.warning(
+        "containers of %s have no limit on %s here: no control group sets it", program, missing
+    )
 
 
 def call(

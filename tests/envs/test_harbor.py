@@ -158,6 +158,21 @@ def test_a_container_that_is_killed_is_a_lost_episode(tasks):
     env.close()
 
 
+@pytest.mark.containers
+def test_a_command_that_exceeds_the_memory_says_so_and_the_episode_goes_on(tasks):
+    require_image()
+    env = make_env("gspo/Harbor-v0", folder=tasks, sandbox=PROGRAM, held_out=0.0).unwrapped
+    env.reset(seed=0)
+    greedy = "printf before; python3 -c 'x = bytearray(2 << 30); x[::4096] = b\"x\" * (2 << 18)'"
+    shown = env.step(format_tool_call("run", {"command": greedy}))[0]
+    assert shown.startswith("before")
+    assert shown.endswith("[killed: out of memory, the limit is 256 MiB]")
+    env._commands = ()
+    env.step(env.expert_action())
+    assert env.step("Done.")[4]["success"]
+    env.close()
+
+
 JSON = "echo '{}' >/logs/verifier/reward.json"
 
 

@@ -142,6 +142,64 @@ def test_what_the_jail_refuses_a_container_refuses_too(tmp_path, monkeypatch):
 
 
 @pytest.mark.containers
+def test_a_command_that_exceeds_the_memory_is_killed_says_so_and_its_neighbors_go_on():
+    box = containers(memory_mib=256, disk_mib=256)
+    sessions = [box.open(FOLDERS), box.open(FOLDERS)]
+    greedy = ["python3", "-c", "x = bytearray(2 << 30); x[::4096] = b'x' * len(x[::4096])"]
+    for _ in range(2):
+        result = sessions[0].exec(greedy)
+        assert (result.stopped, result.exit_code, result.ok) == (Stop.MEMORY, None, False)
+        assert shell(sessions[0], "kill -9 $$").stopped is None
+    assert box.run(greedy[-1]).stopped is Stop.MEMORY
+    for session in sessions:
+        assert shell(session, "printf fine").stdout == "fine"
+        session.stop()
+
+
+@pytest.mark.containers
+def test_full_folders_leave_memory_for_the_commands_that_empty_them():
+    """Their files are in memory; without the bound the kernel ends the whole container."""
+    opened = containers(memory_mib=128, disk_mib=128).open(FOLDERS)
+    for folder in ("/app", "/logs", "/tmp", "/var/tmp", "/run", "/dev/shm"):
+        assert shell(opened, f"cat /dev/zero >{folder}/x || printf full").stdout == "full"
+    assert shell(opened, "rm /app/x && printf fine").stdout == "fine"
+    opened.stop()
+
+
+@pytest.mark.containers
+@pytest.mark.parametrize("number", [1, 10_000])
+def test_processes_and_processors_of_a_container_are_limited(number):
+    opened = containers(processes=16, cpus=0.5).open()
+    text = f"for n in $(seq {number}); do sleep 60 & done; printf $(jobs -p | wc -l)"
+    shown = shell(opened, f"{{ {text}; }} 2>/dev/null", seconds=5.0)
+    assert (shown.stdout == "1") == (number == 1)
+    opened.kill()
+    code = "import time\nbegan = time.monotonic()\nwhile time.monotonic() < began + 2: pass"
+    used = opened.exec(["python3", "-c", f"{code}\nprint(time.process_time())"])
+    assert float(used.stdout) < 1.5
+    opened.stop()
+
+
+@pytest.mark.containers
+def test_limits_that_a_machine_does_not_set_are_named(monkeypatch, caplog):
+    box = containers(seconds=11.0)
+    assert box.check()
+    assert "no limit" not in caplog.text
+    flags = Containers._flags
+    kept = ("--memory", "--pids-limit", "--cpus")
+    unlimited = lambda self: [f for f in flags(self) if not f.startswith(kept)]  # noqa: E731
+    monkeypatch.setattr(Containers, "_flags", unlimited)
+    assert containers(seconds=12.0).check()
+    assert "no limit on cpu, memory" in caplog.text
+
+
+@pytest.mark.containers
+def test_an_image_without_a_program_is_refused_before_a_run():
+    with pytest.raises(SandboxUnavailableError, match="has no nonsense, other"):
+        containers().check("bash", "nonsense", "other")
+
+
+@pytest.mark.containers
 def test_code_runs_in_a_new_container_as_on_a_console():
     box = containers()
     assert box.run("x = 6\nx * 7", echo=True).stdout == "42\n"

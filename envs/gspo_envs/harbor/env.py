@@ -159,6 +159,9 @@ class HarborEnv(ToolEnv):
         if result.stopped is Stop.TIME:
             shown = self._exec(["bash", "-c", self._fill(_SHOW)], 10.0).stdout
         ending = "" if not shown or shown.endswith("\n") else "\n"
+        if result.stopped is Stop.MEMORY:
+            limit = self._place.box.memory_mib
+            return f"{shown}{ending}[killed: out of memory, the limit is {limit} MiB]"
         if result.stopped is not None:
             return f"{shown}{ending}[killed after {seconds:g} s]"
         return f"{shown}{ending}[exit code {result.exit_code}]"

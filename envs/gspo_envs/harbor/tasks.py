@@ -168,7 +168,7 @@ def prepare(
     settings = {"memory_mib": task.memory_mib, "disk_mib": task.disk_mib, "cpus": task.cpus}
     value = {**settings, **dict(limits), "program": program, "image": image}
     box = read_containers(value, "Harbor: limits")
-    box.check()
+    box.check("bash", "base64", "head", "tail", "tar", "wc")
     start = image_folder(program, image)
     start = "/app" if start == "/" else start
     files = {path: image_files(program, image, path) for path in (start, *writable)}

@@ -158,6 +158,7 @@ def _shown(box: Any, result: SandboxResult) -> str:
         Stop.TIME: f"{box.seconds:g} seconds",
         Stop.CPU: f"{getattr(box, 'cpu_seconds', 0)} seconds of processor time",
         Stop.OUTPUT: f"{box.output_kib} KiB of output",
+        Stop.MEMORY: f"{box.memory_mib} MiB of memory",
     }
     if result.stopped is not None:
         text += f"\nstopped after {limits[result.stopped]}"
