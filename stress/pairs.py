@@ -210,6 +210,13 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
         "env_kwargs": {"program": f"{ENVS}:ask", "data": "rows.jsonl"},
     },
 }
+APART: dict[str, dict[str, Any]] = {
+    "terminal": {
+        "env": f"{ENVS}:Terminal",
+        "env_kwargs": {"folder": "tasks", "held_out": 0.5, "max_turns": 2},
+    },
+}
+"""Environments of rows of `pairs_sets.py` alone."""
 IDLE = {
     "learner.lora_alpha": "learner.lora_rank", "learner.lora_targets": "learner.lora_rank",
     "supply.min_success": "supply.max_resamples", "supply.max_success": "supply.max_resamples",
@@ -325,7 +332,7 @@ Row = dict[str, Any]
 
 def tree(row: Row) -> dict[str, Any]:
     """Returns the changes of the base that a row makes; a choice takes the settings that it has."""
-    changes: dict[str, Any] = {**ENVIRONMENTS[row["env"]]}
+    changes: dict[str, Any] = {**(ENVIRONMENTS | APART)[row["env"]]}
     for kind in BUILTIN:
         name, arguments = row.get(kind, ("none", {}))
         if kind in row:
@@ -751,6 +758,7 @@ def prepare(folder: Path, layers: int = 0, hidden_size: int = 32) -> None:
     """
     os.chdir(folder)
     pairs_envs.rows(Path("rows.jsonl"))
+    pairs_envs.tasks(Path("tasks"))
     if layers:
         model, tokenizer = load_model("smollm2", "float32")
         model.model.layers = model.model.layers[:layers]
@@ -830,7 +838,7 @@ def begin(
     place.mkdir()
     if (folder / "store.db").exists():  # the tables of MLflow, which take seconds to make
         shutil.copy(folder / "store.db", place)
-    for name in ("start", "teacher", "rater", "rows.jsonl"):
+    for name in ("start", "teacher", "rater", "rows.jsonl", "tasks"):
         (place / name).symlink_to(folder / name)
     process = os.fork()
     if process:
@@ -1001,7 +1009,10 @@ def play_sets(names: Sequence[str], folder: Path) -> int:
     """Plays the rows of sets whose packages are installed; returns 1 if one is wrong."""
     wrong = 0
     for each in names:
-        rows, missing = SETS[each], [p for p in SETS[each].packages if find_spec(p) is None]
+        rows, missing = (
+            SETS[each],
+            [name for name in SETS[each].packages if not (find_spec(name) or shutil.which(name))],
+        )
         if missing:
             print(f"{each}: left out, because {' and '.join(missing)} is not installed", flush=True)
             continue

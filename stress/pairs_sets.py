@@ -14,7 +14,7 @@ class Rows:
     rows: dict[str, dict[str, Any]]
     """What differs from the usual values."""
     packages: tuple[str, ...] = ()
-    """The packages without which the rows are left out."""
+    """The packages or programs without which the rows are left out."""
     layers: int = 0
     """The layers of SmolLM2 that the model has; 0 is the tiny one."""
     hidden_size: int = 32
@@ -66,6 +66,25 @@ SETS = {
         },
         ("vllm",),
         hidden_size=64,
+    ),
+    "containers": Rows(
+        {
+            "two kept batches and LoRA": {
+                "env": "terminal", "episodes.keep_batches": 2, "learner.lora_rank": 2,
+            },
+            "processes and resampling": {
+                "env": "terminal", "rollout.isolation": "process", "supply.max_resamples": 2,
+            },
+            "staleness, KL and an engine's log-probabilities": {
+                "env": "terminal", "supply.max_staleness": 1, "loss.kl_coef": 0.05,
+                "loss.old_logprobs": "engine",
+            },
+            "truncated episodes and two threads": {
+                "env": "terminal", "rollout.max_turn_tokens": 3, "threads": 2,
+                "credit.train_on_truncated": False,
+            },
+        },
+        ("podman",),
     ),
     "ray": Rows(
         {

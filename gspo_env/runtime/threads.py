@@ -71,6 +71,7 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     since: float
+    is_limited: bool = True
 
     def __str__(self) -> str:
         arguments = [reprlib.repr(value) for value in self.args]
@@ -104,6 +105,17 @@ def constructing() -> Iterator[None]:
         yield
     finally:
         _enter(previous)
+
+
+@contextlib.contextmanager
+def without_limit() -> Iterator[None]:
+    """Lets the environment code that the thread is in take its time, such as to build an image."""
+    call = _calls.get(threading.get_ident()) or _Call("", (), {}, 0.0)
+    call.is_limited = False
+    try:
+        yield
+    finally:
+        call.is_limited, call.since = True, time.monotonic()
 
 
 def call_env(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +236,7 @@ class _Watch:
         if (call := _calls.get(self._thread)) is None:
             return
         lasted = time.monotonic() - call.since
-        if self._seconds is not None and lasted > self._seconds:
+        if self._seconds is not None and lasted > self._seconds and call.is_limited:
             raise EnvironmentHangError(
                 f"{self._name}: {call} has not returned within {self._seconds:g} s{self._where()}; "
                 "with rollout.isolation = 'process', a hang costs only its episode"

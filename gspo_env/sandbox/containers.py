@@ -10,12 +10,15 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.errors import ConfigError, EnvironmentCrashError, SandboxUnavailableError
-from gspo_env.runtime.processes import spawn
-from gspo_env.sandbox import PORT, CommandEnd, SandboxResult, Stop, collect, wait_for_end
+from gspo_env.runtime.processes import read_streams, spawn
+from gspo_env.sandbox import PORT, CommandEnd, SandboxResult, Stop, wait_for_end
 from gspo_env.sandbox.session import SandboxSession
 
 logger = logging.getLogger(__name__)
@@ -35,8 +38,17 @@ _SYSTEM_SECONDS, _BUILD_SECONDS, _GRACE_SECONDS = 120.0, 1800.0, 10.0
 _PASSED = {"HOME", "LANG", "PATH", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME"}
 _PASSED |= {"CONTAINER_HOST", "DOCKER_HOST", "DOCKER_CONFIG", "DBUS_SESSION_BUS_ADDRESS"}
 """Variables that the command line gets. The container gets none of them, nor those of a proxy."""
-_IDLE = 'trap "exit 0" TERM; while :; do sleep 3600 & wait; done'
+_IDLE = '[ $# = 0 ] || chmod 1777 "$@"; trap "exit 0" TERM; while :; do sleep 3600 & wait; done'
 """Process 1: collects the exit codes of processes whose parents have ended."""
+_SHELL = """while read -r mark size; do
+text=
+while IFS= read -r line && [ "$line" != "$mark" ]; do text="$text$line
+"; done
+if [ "$size" = 0 ]; then (eval "$text") </dev/null
+else head -c "$size" | { (eval "$text"); code=$?; cat >/dev/null; exit $code; }; fi
+echo "$mark $?"; echo "$mark 0" >&2
+done"""
+"""Runs commands one after another, each in a new process, and marks the ends of their output."""
 _SWEEP = """trap 'ids=$("$1" ps --all --quiet --filter label=gspo-env="$2")
 [ -z "$ids" ] || "$1" rm --force $ids; exit' TERM
 while :; do sleep 3600 & wait $!; done"""
@@ -115,9 +127,9 @@ class Containers:
                 raise ConfigError(f"Containers: {name} is {value}, expected above 0.")
 
     def check(self, *programs: str) -> bool:
-        """Tests whether the image is here and has programs, and removes what a killed process has left.
+        """Tests whether the image is here, with these programs; removes what was left.
 
-        A warning names limits that this machine doesn't set.
+        These are containers of processes that were killed. A warning names limits that are not set.
 
         Raises:
             SandboxUnavailableError: Something is missing, or no container can be started.
@@ -147,15 +159,20 @@ class Containers:
         keep = ["--detach", "--name", name, "--workdir", [*writable, "/tmp"][0]]
         flags = self._flags(writable)
         _sweeper(self.program, os.getpid())
-        line = ["run", *keep, *flags, "--entrypoint", "sh", self.image, "-c", _IDLE]
+        line = ["run", *keep, *flags, "--entrypoint", "sh", self.image, "-c", _IDLE, "sh"]
+        # A folder that the image has gets the mode of the image's.
+        line += (*writable, "/tmp") if self.read_only else ()
         done = call(self.program, *line)
         if done.returncode:
             raise EnvironmentCrashError(
                 f"sandbox: {self.program} starts no container of {self.image!r}: {_last(done)}"
             )
         session = ContainerSession(self, name)
-        if self.read_only:  # a folder that the image has gets the mode of the image's
-            call(self.program, "exec", "--user=0:0", name, "chmod", "1777", *writable, "/tmp")
+        for folder in (*writable, "/tmp") if self.read_only else ():  # until process 1 is so far
+            wait = ["sh", "-c", 'until [ -w "$1" ]; do sleep 0.01; done', "sh", folder]
+            if not session.exec(wait).ok:
+                session.stop()
+                raise EnvironmentCrashError(f"sandbox: {folder} can't be written in {self.image!r}")
         return session
 
     def run(self, code: str, *, stdin: str = "", echo: bool = False) -> SandboxResult:
@@ -233,6 +250,8 @@ class ContainerSession(SandboxSession):
         # Limits on processes count those of the user in all containers.
         self._user = settings.user or f"{identity}:{identity}"
         self._kills = 0
+        self._lock = threading.Lock()
+        self._shell: _Shell | None = None
         self._end = weakref.finalize(self, _remove, settings.program, name)
         self._end.atexit = False  # the sweeper does it
 
@@ -245,10 +264,14 @@ class ContainerSession(SandboxSession):
         variables: Mapping[str, str] | None = None,
     ) -> SandboxResult:
         """See `SandboxSession.exec`."""
-        bounded = ["timeout", "-s", "KILL", f"{seconds:g}", *command]
-        with self.running(bounded, stdin, variables or {}) as (process, status):
-            limit = seconds + _GRACE_SECONDS
-            result = collect(process, status, limit, self._settings.output_kib, False)
+        lines = [f"export {shlex.quote(f'{k}={v}')}" for k, v in (variables or {}).items()]
+        lines += [f"exec timeout -s KILL {seconds:g} {shlex.join(command)}"]
+        request = os.fsencode("\n".join(lines))
+        with self._lock:
+            if self._shell is None or self._shell.has_ended():
+                self._shell = _Shell(self, _SHELL)
+            limits = seconds + _GRACE_SECONDS, self._settings.output_kib << 10
+            result = self._shell.run(request, stdin, *limits)
         code, stopped = result.exit_code, result.stopped
         if code is not None and (code >= 125 or result.stderr.startswith("Error")):
             self._check(result.stderr)  # docker's client ends with 1 where there is no container
@@ -265,22 +288,37 @@ class ContainerSession(SandboxSession):
             isolated=True,
         )
 
+    def kill(self) -> None:
+        """See `SandboxSession.kill`."""
+        with self._lock:  # what commands have left may have changed the old shell
+            if self._shell is not None:
+                self._shell.close()
+            self._shell = _Shell(self, f"kill -9 -1\n{_SHELL}")
+        self.exec(["true"])
+
     @contextlib.contextmanager
     def running(
-        self, command: Sequence[str], stdin: bytes, variables: Mapping[str, str]
+        self, command: Sequence[str], stdin: bytes | None, variables: Mapping[str, str]
     ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-        """Starts a command; yields its client and a pipe that closes at its end."""
+        """Starts a command; yields its client and a pipe that closes at its end.
+
+        Args:
+            command: The program and its arguments.
+            stdin: Its standard input; None makes it a pipe.
+            variables: Its environment variables.
+        """
         names = [word for name in variables for word in ("--env", name)]  # not in a process list
         home = ("--env", "HOME=/tmp", "--env", "LANG=C.UTF-8")
         line = ["exec", "--interactive", "--user", self._user, *home, *names, self._name, *command]
         status, far_end = os.pipe()
         with tempfile.TemporaryFile() as source:
-            source.write(stdin)
+            source.write(stdin or b"")
             source.seek(0)
             try:
                 process = subprocess.Popen(
                     [self._settings.program, *line],
-                    stdin=source,
+                    bufsize=0,
+                    stdin=subprocess.PIPE if stdin is None else source,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     env={**_variables(), **variables},
@@ -326,6 +364,10 @@ class ContainerSession(SandboxSession):
     def stop(self) -> None:
         """Removes the container."""
         self._end()
+        if self._lock.acquire(blocking=False):  # a command that runs notices by itself
+            if self._shell is not None:
+                self._shell.close()
+            self._lock.release()
 
     close = stop
 
@@ -350,6 +392,76 @@ class ContainerSession(SandboxSession):
             self.stop()
             text = " ".join(reason.split())[-200:]
             raise EnvironmentCrashError(f"sandbox: {program} can't run a command: {text}")
+
+
+class _Shell:
+    """A shell in a container that runs one command after another."""
+
+    def __init__(self, session: ContainerSession, script: str) -> None:
+        self._exit = contextlib.ExitStack()
+        running = session.running(["sh", "-c", script], None, {})
+        self._process, self._status = self._exit.enter_context(running)
+
+    def run(self, text: bytes, stdin: bytes, seconds: float, limit: int) -> SandboxResult:
+        """Runs a command; ends with it if that exceeds a limit or ends the shell."""
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        mark, began = secrets.token_hex(12).encode(), time.monotonic()
+        request = b"%b %d\n%b\n%b\n%b" % (mark, len(stdin), text, mark, stdin)
+        writer = threading.Thread(target=self._write, args=(request,), daemon=True)
+        writer.start()
+        streams = self._process.stdout.fileno(), self._process.stderr.fileno()
+        received = {source: bytearray() for source in streams}
+        codes: dict[int, int] = {}
+        stopped: Stop | None = None
+        try:
+            for source, data in read_streams(self._process, self._status, seconds):
+                if source == self._status or source in codes:
+                    continue  # what other processes write after the end
+                output = received[source]
+                output += data
+                begin = output.find(mark, max(0, len(output) - len(data) - len(mark)))
+                line = bytes(output[begin:]).partition(b"\n") if begin >= 0 else (b"", b"", b"")
+                if line[1]:
+                    digits = line[0].partition(b" ")[2][:3]
+                    codes[source] = int(digits) if digits.isdigit() else 1
+                    del output[begin:]
+                if len(output) > limit + (0 if line[1] else 2 * len(mark)):
+                    stopped = Stop.OUTPUT
+                    received = {s: output[:limit] if s == source else bytearray() for s in streams}
+                    break
+                if len(codes) == len(streams):
+                    break
+        except TimeoutError:
+            stopped = Stop.TIME
+        finally:
+            if len(codes) < len(streams) or stopped is not None:
+                self._process.kill()
+                writer.join(_GRACE_SECONDS)
+                self.close()
+        code = codes.get(streams[0], self._process.returncode)
+        return SandboxResult(
+            stdout=received[streams[0]].decode("utf-8", "replace"),
+            stderr=received[streams[1]].decode("utf-8", "replace"),
+            exit_code=None if stopped else code,
+            stopped=stopped,
+            seconds=time.monotonic() - began,
+            isolated=True,
+        )
+
+    def _write(self, request: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # the shell has ended
+            while request:
+                request = request[self._process.stdin.write(request) :]
+
+    def has_ended(self) -> bool:
+        """Returns whether it runs no further command."""
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        """Ends the shell."""
+        self._exit.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -602,4 +714,4 @@ def _remove(program: str, name: str) -> None:
 def _sweeper(program: str, process: int) -> object:
     """Starts the guard that removes the containers of this process after its end, once."""
     command = ["sh", "-c", _SWEEP, "sh", program, _owner()]
-    return spawn(command, log=subprocess.DEVNULL, env=_variables(), grace=60.0)
+    return spawn(command, log=subprocess.DEVNULL, env=_variables(), grace=300.0)

@@ -130,6 +130,25 @@ def test_a_function_that_was_left_behind_ends_when_its_call_returns(monkeypatch)
     assert calls == [0, 1]
 
 
+def test_a_call_takes_its_time_where_it_says_so_and_only_there(monkeypatch):
+    """The images of terminal tasks take longer to build than an episode may hang."""
+    monkeypatch.setattr(threads, "_LOOK_SECONDS", 0.01)
+    free = threading.Event()
+
+    def build(then):
+        with threads.without_limit():
+            threading.Event().wait(1.0)
+        return then(60.0)
+
+    thread = EnvThread()
+    with threads.without_limit():
+        pass  # outside of any call
+    assert thread.guard("x", 0.5, call_env, build, lambda _: 5) == 5
+    with pytest.raises(EnvironmentHangError, match="x: build"):
+        thread.guard("x", 0.5, call_env, build, free.wait)
+    free.set()
+
+
 def test_an_error_of_the_function_is_raised_to_its_caller_and_the_thread_goes_on():
     thread = EnvThread()
     with pytest.raises(ZeroDivisionError):

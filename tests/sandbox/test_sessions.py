@@ -64,6 +64,47 @@ def test_files_and_processes_stay_between_commands_until_the_stop(session, tmp_p
     assert shell(session, "echo $A", variables={"A": "of the call"}).stdout == "of the call\n"
 
 
+def test_a_command_gets_its_input_and_variables_and_each_byte_of_output_comes_back(session):
+    values = {"A": 'it\'s "$B" `x` \\n\nüöä\t', "B": ""}
+    assert shell(session, 'printf %s "$A$B"', variables=values).stdout == values["A"]
+    assert shell(session, 'printf %s "${A-unset}"').stdout == "unset"
+    assert session.exec(["printf", "%s", values["A"]]).stdout == values["A"]
+    unread = shell(session, "exit 4", stdin=bytes(1 << 21))
+    assert (unread.exit_code, unread.stdout, unread.stderr) == (4, "", "")
+    assert shell(session, "head -c 3 | wc -c; wc -c", stdin=bytes(1 << 21)).stdout.split()[0] == "3"
+    assert shell(session, "wc -c", stdin=bytes(1 << 21)).stdout.strip() == str(1 << 21)
+    odd = shell(session, "printf '\\0\\377x'; printf '\\n\\n' >&2; exit 255")
+    assert (odd.stdout, odd.stderr, odd.exit_code) == ("\0\ufffdx", "\n\n", 255)
+    most = shell(session, "printf %065536d 0; printf %065536d 0 >&2")
+    assert (most.ok, len(most.stdout), len(most.stderr)) == (True, 65536, 65536)
+
+
+@pytest.mark.containers
+def test_a_command_that_kills_all_of_a_container_ends_only_commands():
+    opened = containers().open(FOLDERS)
+    for text in ("kill -9 -1; sleep 60", "(sleep 0.3; kill -9 -1) & sleep 60"):
+        assert shell(opened, f"printf before; {text}").exit_code == 137
+        assert shell(opened, "printf after").stdout == "after"
+    frozen = "for p in /proc/[0-9]*; do kill -STOP ${p#/proc/}; done"
+    assert not shell(opened, frozen, seconds=1.0).ok
+    assert shell(opened, "printf after").stdout == "after"
+    opened.stop()
+
+
+@pytest.mark.containers
+def test_what_a_command_leaves_writes_into_no_output_after_a_kill():
+    """It may write where the shell that ran it writes, which is of the same user."""
+    opened = containers().open(FOLDERS)
+    forge = "for p in /proc/[0-9]*; do echo forged >$p/fd/1; echo forged >$p/fd/2; done"
+    shell(opened, f"(while :; do {forge}; sleep 0.01; done) >/dev/null 2>&1 &")
+    for _ in range(2):
+        opened.kill()
+        for _ in range(5):
+            shown = shell(opened, "printf true")
+            assert (shown.stdout, shown.stderr, shown.exit_code) == ("true", "", 0)
+    opened.stop()
+
+
 def test_a_command_has_limits_of_time_output_and_disk(session):
     late = shell(session, "echo early; sleep 600", seconds=1.0)
     assert (late.stdout, late.stopped, late.exit_code) == ("early\n", Stop.TIME, None)

@@ -12,6 +12,7 @@ from gspo_env.env.base import Options, ResetResult
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.redaction import clean
+from gspo_env.runtime.threads import without_limit
 from gspo_env.sandbox import SandboxResult, Stop
 from gspo_env.sandbox.session import SandboxSession
 from gspo_env.seeding import fingerprint
@@ -111,7 +112,8 @@ class HarborEnv(ToolEnv):
         other = read_tasks(held_out, exclude) if isinstance(held_out, str) else None
         self._rows = TaskRows(tasks, held_out=held_out if other is None else other)
         options = (sandbox, tuple(writable), tuple(sorted((limits or {}).items())))
-        self._places = {task: prepare(task, *options) for task in [*tasks, *(other or [])]}
+        with without_limit():
+            self._places = {task: prepare(task, *options) for task in [*tasks, *(other or [])]}
         self.num_tasks, self.num_eval_tasks = len(self._rows), self._rows.num_held_out
         self.partial, self.command_seconds, self.output = partial, command_seconds, output
         self._session: SandboxSession | None = None
