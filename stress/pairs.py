@@ -45,6 +45,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import pairs_envs
+import pairs_terminal
 import torch
 from pairs_oracle import Run
 from pairs_sets import SETS
@@ -212,7 +213,7 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
 }
 APART: dict[str, dict[str, Any]] = {
     "terminal": {
-        "env": f"{ENVS}:Terminal",
+        "env": str(HERE / "pairs_terminal.py:Terminal"),
         "env_kwargs": {"folder": "tasks", "held_out": 0.5, "max_turns": 2},
     },
 }
@@ -758,7 +759,7 @@ def prepare(folder: Path, layers: int = 0, hidden_size: int = 32) -> None:
     """
     os.chdir(folder)
     pairs_envs.rows(Path("rows.jsonl"))
-    pairs_envs.tasks(Path("tasks"))
+    pairs_terminal.tasks(Path("tasks"))
     if layers:
         model, tokenizer = load_model("smollm2", "float32")
         model.model.layers = model.model.layers[:layers]

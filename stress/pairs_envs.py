@@ -7,7 +7,6 @@ What they do follows from the seed and from the texts and token ids of the actio
 from __future__ import annotations
 
 import json
-import os
 import re
 import zlib
 from dataclasses import replace
@@ -18,7 +17,6 @@ from urllib.request import Request, urlopen
 from gspo_env import TextEnv
 from gspo_env.registry import load_function
 from gspo_env.rewards.base import score_group
-from gspo_envs.harbor.env import HarborEnv
 
 WORDS = ("amber", "basil", "cedar", "delta")
 HINT = "Say amber."
@@ -197,31 +195,6 @@ def rows(path: Path) -> None:
         {"prompt": f"Say {word} or {other}.", "best": word} for word in WORDS for other in WORDS
     ]
     path.write_text("\n".join(map(json.dumps, texts)))
-
-
-def tasks(folder: Path) -> None:
-    """Writes terminal tasks, which pay for the length of the answer."""
-    image = os.environ.get("GSPO_ENV_IMAGE", "localhost/debian:bookworm")
-    pays = "echo 0.$(($(cat /app/size) % 8)) >/logs/verifier/reward.txt"
-    for word in WORDS:
-        files = {
-            "task.toml": f'[environment]\nmemory_mb = 256\ndocker_image = "{image}"\n',
-            "instruction.md": f"Say {word}.",
-            "tests/test.sh": pays,
-            "solution/solve.sh": "true\n",
-        }
-        for name, text in files.items():
-            (folder / word / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / word / name).write_text(text)
-
-
-class Terminal(HarborEnv):
-    """A terminal task in a container; its answer is a command, so that a tiny model runs some."""
-
-    def on_final(self, text: str) -> tuple[str, float, bool]:
-        """Writes the length of the answer where the tests read it."""
-        self.run(f"echo {len(text)} >/app/size")
-        return super().on_final(text)
 
 
 def matches(attempt: Any) -> float:

@@ -50,7 +50,7 @@ echo "$mark $?"; echo "$mark 0" >&2
 done"""
 """Runs commands one after another, each in a new process, and marks the ends of their output."""
 _SWEEP = """trap 'ids=$("$1" ps --all --quiet --filter label=gspo-env="$2")
-[ -z "$ids" ] || "$1" rm --force $ids; exit' TERM
+[ -z "$ids" ] || "$1" rm --force --volumes $ids; exit' TERM
 while :; do sleep 3600 & wait $!; done"""
 _RUNNER = """import ast, sys
 tree, scope, last = ast.parse(sys.argv[1], "<code>"), {"__name__": "__main__"}, []
@@ -101,7 +101,7 @@ class Containers:
     """Simultaneous processes and threads."""
     disk_mib: int = 64
     """Size of all files in a writable folder, which is kept in memory. The first folder has at most
-    half of the memory, and all others together a quarter."""
+    3/8 of the memory, `/tmp` half of that, and all others together as much as `/tmp`."""
     open_files: int = 1024
     """Open files of each process."""
     output_kib: int = 64
@@ -222,21 +222,23 @@ class Containers:
         memory, folders = f"{self.memory_mib}m", list(dict.fromkeys((*writable, "/tmp")))
         folders += ["/run", "/var/tmp"]  # podman would mount them without a limit
         # Full folders leave memory for the commands that empty them.
-        quarter = 1024 * self.memory_mib // 4
-        sizes = [min(1024 * self.disk_mib, 2 * quarter)]
-        sizes += [min(1024 * self.disk_mib, quarter // len(folders))] * len(folders)
+        disk, share = 1024 * self.disk_mib, 1024 * self.memory_mib * 3 // 16
+        sizes = {folder: min(disk, share // len(folders)) for folder in [*folders, "/dev/shm"]}
+        sizes |= {"/tmp": min(disk, share)}
+        sizes |= {folders[0]: min(disk, 2 * share)}
         options = "rw,exec,nosuid,nodev,mode=1777"
-        options += ",notmpcopyup" if self.program == "podman" else ""
-        mounts = zip(folders, sizes, strict=False)
+        own = ["--image-volume=ignore"] if self.program == "podman" else []
+        options += ",notmpcopyup" if own else ""
+        shared = sizes.pop("/dev/shm")
         return [
             *("--rm", "--pull=never", "--stop-timeout=0", "--network=none", "--cap-drop=ALL"),
             *(f"--label={_LABEL}={_owner()}", "--security-opt=no-new-privileges"),
             *(f"--memory={memory}", f"--memory-swap={memory}", f"--cpus={self.cpus}"),
-            *(f"--pids-limit={self.processes + 16}", f"--shm-size={sizes[-1]}k"),
+            *(f"--pids-limit={self.processes + 16}", f"--shm-size={shared}k"),
             f"--ulimit=nproc={self.processes}:{self.processes}",
             f"--ulimit=nofile={self.open_files}:{self.open_files}",
-            *("--ulimit=core=0:0", "--user=0:0", *["--read-only"] * self.read_only),
-            *(f"--tmpfs={at}:{options},size={kib}k" for at, kib in mounts if self.read_only),
+            *("--ulimit=core=0:0", "--user=0:0", *own, *["--read-only"] * self.read_only),
+            *(f"--tmpfs={at}:{options},size={kib}k" for at, kib in sizes.items() if self.read_only),
         ]
 
 
@@ -524,10 +526,19 @@ def build(program: str, folder: Path, name: str, seconds: float = _BUILD_SECONDS
     if has_image(program, image):
         return image
     text = file.read_text(encoding="utf-8")
-    stages = re.findall(r"(?im)^FROM\s+(?:--\S+\s+)*\S+\s+AS\s+(\S+)", text)
     line = f"{program} build --tag {image} {folder}"
-    for needed in re.findall(r"(?im)^FROM\s+(?:--\S+\s+)*(\S+)", text):
-        if needed not in (*stages, "scratch") and not has_image(program, needed):
+    if fetched := re.search(r"(?im)^ADD\s.*(https?://|git@|\.git\b).*", text):
+        raise SandboxUnavailableError(
+            f"{name}: its Dockerfile fetches what is elsewhere ({fetched[0].strip()}), and nothing "
+            f"is fetched here; build it before: {line}"
+        )
+    for argument, value in re.findall(r"(?im)^ARG\s+(\w+)=[\"']?([^\s\"']+)", text):
+        text = re.sub(rf"\$({argument}\b|{{{argument}}})", lambda _: value, text)  # noqa: B023
+    stages = re.findall(r"(?im)^FROM\s+(?:--\S+\s+)*\S+\s+AS\s+(\S+)", text)
+    for needed in re.findall(r"(?im)^(?:FROM\s+(?:--\S+\s+)*|COPY\s.*--from=)(\S+)", text):
+        if needed.isdigit() or needed in (*stages, "scratch"):
+            continue
+        if not has_image(program, needed):
             raise SandboxUnavailableError(
                 f"{name}: its base image {needed!r} is not here, and none is pulled during a run; "
                 f"get it before: {program} pull {needed}"
@@ -558,7 +569,9 @@ def has_image(program: str, image: str) -> bool:
         SandboxUnavailableError: The program is not installed or does not work.
     """
     done = call(program, "image", "inspect", "--format", "{{.Id}}", image)
-    if done.returncode and not re.search("(?i)no such image|not known|unable to find", done.stderr):
+    if done.returncode and not re.search(
+        "(?i)no such image|not known|unable to find|invalid", done.stderr
+    ):
         raise SandboxUnavailableError(f"{program} does not work here: {_last(done)}")
     return not done.returncode
 
@@ -586,10 +599,11 @@ def image_files(program: str, image: str, folder: str) -> bytes:
             timeout=_SYSTEM_SECONDS,
         )
     finally:
-        call(program, "rm", "--force", name)
+        call(program, "rm", "--force", "--volumes", name)
     if created.returncode or done.returncode:
         raise SandboxUnavailableError(
-            f"{program} can't read {folder} of {image!r}: {_last(created)}"
+            f"{program} can't read {folder} of {image!r}: "
+            + (_last(created) if created.returncode else str(done.stderr[-300:]))
         )
     buffer = io.BytesIO()
     with (
@@ -616,7 +630,7 @@ def remove_leftovers(program: str) -> None:
     orphans = [line.split()[0] for line in listed.stdout.splitlines() if _is_orphan(line)]
     if orphans:
         logger.warning("removing %d containers that a killed process has left", len(orphans))
-        call(program, "rm", "--force", *orphans)
+        call(program, "rm", "--force", "--volumes", *orphans)
 
 
 @functools.cache
@@ -707,7 +721,7 @@ def _is_orphan(labels: str) -> bool:
 
 
 def _remove(program: str, name: str) -> None:
-    call(program, "rm", "--force", name)
+    call(program, "rm", "--force", "--volumes", name)
 
 
 @functools.cache

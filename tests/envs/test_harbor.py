@@ -108,6 +108,13 @@ def test_the_shell_keeps_its_state_and_shows_output_and_exit_code(env):
     assert not info["success"]
 
 
+def test_a_command_that_takes_the_file_of_its_output_away_spoils_no_other(env):
+    take = "echo lost; rm -f /tmp/.gspo-*"
+    shown, info = play(env, take, f"{take}; mkdir /tmp/.gspo-output", "echo fine")
+    assert shown == ["[exit code 0]", "[exit code 0]", "fine\n[exit code 0]"]
+    assert info["episodic_reward"] == 0.0
+
+
 def test_a_command_has_a_time_and_shows_what_it_wrote_before(env):
     env.command_seconds = 2.0
     shown, _ = play(env, "echo before; sleep 600", "echo $((6 * 7))")

@@ -13,7 +13,7 @@ from support.jails import eventually, program, require_isolation, run_python
 
 from gspo_env.errors import ConfigError, EnvironmentCrashError, SandboxUnavailableError
 from gspo_env.sandbox import Sandbox, Stop, find_missing_for_commands
-from gspo_env.sandbox.containers import Containers, build, call, read_containers
+from gspo_env.sandbox.containers import Containers, build, call, image_files, read_containers
 from gspo_env.sandbox.session import pack
 
 CONTAINER = pytest.param("container", marks=pytest.mark.containers)
@@ -308,7 +308,11 @@ def test_nothing_is_left_of_a_trainer_that_was_killed(guarded):
 def test_an_image_is_built_once_without_a_network_and_a_missing_base_is_named(tmp_path):
     require_image()
     (tmp_path / "x").write_text("1")
-    (tmp_path / "Dockerfile").write_text(f"FROM {IMAGE}\nWORKDIR /app\nCOPY x .\n")
+    base, tag = IMAGE.split(":")
+    (tmp_path / "Dockerfile").write_text(
+        f"ARG TAG={tag}\nARG B='{base}'\nFROM ${{B}}:$TAG AS first\nWORKDIR /app\nCOPY x .\n"
+        "FROM first\nCOPY --from=first /app /app\n"
+    )
     name = build(PROGRAM, tmp_path, "Test one")
     assert build(PROGRAM, tmp_path, "Test one") == name
     (tmp_path / "x").write_text("2")
@@ -318,6 +322,11 @@ def test_an_image_is_built_once_without_a_network_and_a_missing_base_is_named(tm
     for line, message in (
         ("FROM nowhere.invalid/base:1", f"{PROGRAM} pull nowhere.invalid/base:1"),
         (f"FROM {IMAGE}\nRUN bash -c 'exec 3<>/dev/tcp/1.1.1.1/53'", "without a network"),
+        (f"FROM {IMAGE}\nADD https://nowhere.invalid/x /app/", "ADD https://nowhere.invalid/x"),
+        (f"FROM {IMAGE}\nCOPY --from=nowhere.invalid/y:1 /x /app/", "pull nowhere.invalid/y:1"),
+        ("ARG B=nowhere.invalid/z\nFROM ${B}:1", "pull nowhere.invalid/z:1"),
+        ("FROM $UNKNOWN", r"pull \$UNKNOWN"),
+        (f"FROM {IMAGE}\nCOPY ../../secret /app/", "escaping|outside|forbidden|without a network"),
     ):
         (tmp_path / "Dockerfile").write_text(line)
         with pytest.raises(SandboxUnavailableError, match=message):
@@ -325,6 +334,22 @@ def test_an_image_is_built_once_without_a_network_and_a_missing_base_is_named(tm
     # docker keeps the container of a command that failed, unless told
     line = ("ps", "--all", "--no-trunc", "--format", "{{.Command}}")
     assert "/dev/tcp/1.1.1.1" not in call(PROGRAM, *line).stdout
+
+
+@pytest.mark.containers
+@pytest.mark.skipif(PROGRAM != "podman", reason="docker mounts volumes of an image")
+def test_a_volume_of_an_image_is_no_folder_without_a_limit(tmp_path):
+    require_image()
+    text = f'FROM {IMAGE}\nRUN ["mkdir", "-m", "777", "/data"]\nVOLUME /data\n'
+    (tmp_path / "Dockerfile").write_text(text)
+    name = build(PROGRAM, tmp_path, "Test volume")
+    opened = Containers(image=name, program=PROGRAM).open()
+    assert "Read-only file system" in shell(opened, "touch /data/x").stderr
+    opened.stop()
+    volumes = call(PROGRAM, "volume", "ls", "--quiet").stdout
+    assert image_files(PROGRAM, name, "/data")
+    assert call(PROGRAM, "volume", "ls", "--quiet").stdout == volumes
+    call(PROGRAM, "rmi", name)
 
 
 @pytest.mark.containers

@@ -32,10 +32,11 @@ SANDBOXES = ("podman", "docker", "jail")
 _DONE = "Done."
 _REWARDS = f"{LOGS}/verifier"
 _STATE, _OUTPUT = "/tmp/.gspo-shell", "/tmp/.gspo-output"
-_SHOW = """size=$(wc -c <OUTPUT); if [ "$size" -le LIMIT ]; then cat OUTPUT; else
+_SHOW = """if [ ! -f OUTPUT ]; then size=0; else size=$(wc -c <OUTPUT); fi
+if [ "$size" = 0 ]; then :; elif [ "$size" -le LIMIT ]; then cat OUTPUT; else
 head -c HALF OUTPUT; printf '\\n[... %d bytes left out ...]\\n' $((size - 2 * HALF))
 tail -c HALF OUTPUT; fi"""
-_RUN = f"""rm -f OUTPUT; bash -c "$2" bash "$1" >OUTPUT 2>&1 </dev/null
+_RUN = f"""rm -rf OUTPUT; bash -c "$2" bash "$1" >OUTPUT 2>&1 </dev/null
 code=$?; {_SHOW}; exit $code"""
 """Runs a command by `_SHELL` and shows its output, without the middle of a long one."""
 _SHELL = f"""[ -r {_STATE} ] && . {_STATE} 2>/dev/null
