@@ -290,9 +290,12 @@ def _find_problem(folder: Path, settings: Mapping[str, Any]) -> TrustProblem | N
         return None
     cwd = str(records[0].get("working folder", ""))
     changed = next(key for key in compared if records[0].get(key) != now[key])
-    return TrustProblem(
-        reason=f"the {changed} changed since you trained there, in {cwd!r}", cwd=cwd
-    )
+    gone = sorted(set(records[0].get("files", ())) - now["files"].keys())
+    if changed == "files" and gone:
+        reason = f"{', '.join(gone)} cannot be found from here, and you trained in {cwd!r}"
+    else:
+        reason = f"the {changed} changed since you trained there, in {cwd!r}"
+    return TrustProblem(reason=reason, cwd=cwd)
 
 
 def _flag(name: str, value: Any, cwd: str) -> str:

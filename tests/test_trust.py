@@ -344,7 +344,7 @@ def test_a_folder_that_the_user_trained_is_evaluated_and_resumes_without_flags(c
         (lambda run: Path("mine.py").write_text(MINE + "# other\n"), "the files changed since"),
         (lambda run: run.rename("moved"), "no record says that you"),
         (lambda run: Path("state/gspo-env/trained").rename("gone"), "no record says that you"),
-        (lambda run: os.chdir(Path("state")), "the files changed since"),
+        (lambda run: os.chdir(Path("state")), "mine.py cannot be found from here, and you trained"),
         (
             lambda run: [
                 path.write_text(path.read_text().replace("words = 3", 'words = \\"x\\"'))

@@ -56,8 +56,9 @@ def find_weights(name: str | Path, step: int | None = None, *, best: bool = Fals
     if not is_run:
         return _outside_of_run(path, name, step, best)
     saved = {at: folder for folder in _models(path) if (at := saved_step(folder)) is not None}
-    done = max((int(each.name[5:]) for each in step_folders(path / "checkpoints")), default=0)
-    newest = max([done, *saved])
+    steps = [int(each.name[5:]) for each in step_folders(path / "checkpoints")]
+    newest = max([0, *steps, *saved])
+    resume = f"gspo-env train --resume {shlex.quote(name)}"
     if best:
         folder = path / "checkpoints" / "best" / MODEL
         step = saved_step(folder)
@@ -65,7 +66,9 @@ def find_weights(name: str | Path, step: int | None = None, *, best: bool = Fals
             raise ModelError(f"the run {name!r} has no best checkpoint{_saved(saved)}")
         return Weights(name=name, folder=str(folder), step=step, newest=step == newest)
     if not newest and not saved:
-        why = ", as each run of a comparison" if (path / MODEL).is_dir() else " yet"
+        why = f" yet; resume with: {resume}" if steps else " yet"
+        if (path / MODEL).is_dir():
+            why = ", as each run of a comparison"
         raise ModelError(f"the run {name!r} has no model{why}")
     step = newest if step is None else step
     if step in saved:
@@ -74,7 +77,6 @@ def find_weights(name: str | Path, step: int | None = None, *, best: bool = Fals
     if step != newest or not checkpoint.is_dir():
         raise ModelError(f"the run {name!r} has no weights of step {step}{_saved(saved)}")
     planned = _STEPS.search(read_small(path, "config.toml"))
-    resume = f"gspo-env train --resume {shlex.quote(name)}"
     raise ModelError(
         f"the run {name!r} is at step {step}{f' of {planned[1]}' if planned else ''}, of which it "
         f"has no model yet{_saved(saved)}; resume with: {resume}, or save the model of step {step} "
@@ -105,4 +107,5 @@ def _models(run: Path) -> list[Path]:
 
 
 def _saved(steps: dict[int, Path]) -> str:
-    return f"; it has those of step {', '.join(map(str, sorted(steps)))}" if steps else ""
+    names = ", ".join(map(str, sorted(steps)))
+    return f"; it has those of step {names} (choose with --step)" if steps else ""

@@ -57,10 +57,12 @@ def test_a_newer_checkpoint_without_a_model_is_an_error_that_names_the_commands(
     with pytest.raises(ModelError) as error:
         find_weights(run)
     text = f"the run {str(run)!r} is at step 12 of 30, of which it has no model yet; it has those"
-    assert f"{text} of step 4, 8; resume with: " in str(error.value)
+    assert f"{text} of step 4, 8 (choose with --step); resume with: " in str(error.value)
     assert f"gspo-env train --resume '{run}' --steps 12" in str(error.value)
     assert find_weights(run, 4).folder == str(run / "model")
-    with pytest.raises(ModelError, match="no weights of step 5; it has those of step 4, 8"):
+    with pytest.raises(
+        ModelError, match=r"no weights of step 5; it has those of step 4, 8 \(choose with --step\)"
+    ):
         find_weights(run, 5)
     with pytest.raises(ModelError, match="has no model, which only the best one has; save it with"):
         find_weights(run / "checkpoints/step-000012")
@@ -92,8 +94,8 @@ def test_only_a_run_has_several_weights(tmp_path):
     assert str(find_weights("some/hub-id")) == "some/hub-id"
     with pytest.raises(ModelError, match="'some/hub-id' is not the folder of a run, whose"):
         find_weights("some/hub-id", best=True)
-    for steps in ((), (0,)):
-        with pytest.raises(ModelError, match="has no model yet"):
+    for steps, words in (((), "yet$"), ((0,), "yet; resume with: gspo-env train --resume ")):
+        with pytest.raises(ModelError, match=f"has no model {words}"):
             find_weights(write(tmp_path / f"run{len(steps)}", *steps))
 
 

@@ -250,7 +250,7 @@ def test_a_signal_in_the_imitation_saves_it_and_no_command_takes_it_for_a_traine
     record(Path("run"), load_toml("run/config.toml"))
     state = json.loads(Path("run/checkpoints/step-000000/state.json").read_text())
     assert len(state["imitation"]["losses"]) == 5
-    with pytest.raises(ModelError, match="the run 'run' has no model yet"):
+    with pytest.raises(ModelError, match="yet; resume with: gspo-env train --resume run"):
         find_weights("run")
     with pytest.raises(OutputError, match="not empty"):
         check_output("run")
