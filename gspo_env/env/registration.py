@@ -53,6 +53,7 @@ _BUILTIN = {
     "gspo/PythonTool-v0": "gspo_envs.tools.python_tool:PythonToolEnv",
     "gspo/ReasoningGym-v0": "gspo_envs.adapters.reasoning_gym:ReasoningGymEnv",
     "gspo/SQL-v0": "gspo_envs.tools.sql:SQLEnv",
+    "gspo/ScienceWorld-v0": "gspo_envs.adapters.scienceworld:ScienceWorldEnv",
     "gspo/Story-v0": "gspo_envs.text.story:StoryEnv",
     "gspo/Tau2-v0": "gspo_envs.adapters.tau2:Tau2Env",
     "gspo/TextArena-v0": "gspo_envs.adapters.textarena:TextArenaEnv",

@@ -189,6 +189,7 @@ class Guard:
         stdout: int | IO[bytes],
         stderr: int | IO[bytes] | None = None,
         env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
         """Starts it; see `spawn`, `spawn_reporting` and `PrivateFolder`."""
@@ -198,6 +199,7 @@ class Guard:
             stdout=stdout,
             stderr=stderr,
             env=env,
+            cwd=cwd,
             pass_fds=pass_fds,
             start_new_session=True,
         )

@@ -4,10 +4,12 @@ import copy
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from gspo_env import format_tool_call, make_env, tool
@@ -17,6 +19,17 @@ from gspo_env.rollout.play import demonstrator, play_now
 from gspo_env.tools.tool import as_tool
 from gspo_env.types import StopReason, Task
 from gspo_envs.adapters.instances import InstanceEnv
+
+JAVA = ("textworld_express", "scienceworld")
+
+
+@pytest.fixture(autouse=True)
+def wheel(request):
+    """Skips a test whose mark names a wheel that is not installed, or that needs Java."""
+    for mark in request.node.iter_markers("suites"):
+        pytest.importorskip(mark.args[0])
+        if mark.args[0] in JAVA and shutil.which("java") is None:
+            pytest.skip("needs Java")
 
 
 class Lamps(InstanceEnv):
@@ -105,7 +118,7 @@ def test_the_solution_of_an_instance_replays_over_two_messages():
     assert check_env(Lamps).demonstrated == (True, True)
 
 
-@pytest.mark.suites
+@pytest.mark.suites("bfcl_eval")
 @pytest.mark.parametrize(
     ("category", "solved"),
     [("base", 200), ("miss_func", 199), ("miss_param", 200), ("long_context", 200)],
@@ -120,7 +133,7 @@ def test_the_gold_of_bfcl_replays(category, solved):
     assert sum(episode.success for episode in played) == solved
 
 
-@pytest.mark.suites
+@pytest.mark.suites("bfcl_eval")
 def test_bfcls_own_checker_says_the_same_of_right_and_wrong_episodes():
     from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
 
@@ -146,7 +159,7 @@ def test_bfcls_own_checker_says_the_same_of_right_and_wrong_episodes():
     assert {ours for ours, _ in verdicts} == {True, False}
 
 
-@pytest.mark.suites
+@pytest.mark.suites("bfcl_eval")
 def test_a_call_of_bfcl_is_never_run_as_python(tmp_path):
     env = make_env("gspo/BFCL-v0")
     env.reset(seed=0, options={"row": 0})
@@ -158,7 +171,7 @@ def test_a_call_of_bfcl_is_never_run_as_python(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.suites
+@pytest.mark.suites("bfcl_eval")
 def test_the_certificate_of_bfcl():
     from gspo_env.audit import audit
 
@@ -168,12 +181,11 @@ def test_the_certificate_of_bfcl():
     assert check_env("gspo/BFCL-v0").demonstrated == (True, True)
 
 
-@pytest.mark.suites
+@pytest.mark.suites("agentdojo")
 @pytest.mark.parametrize(
     ("suite", "tasks", "free"), [("banking", 16, 5), ("slack", 21, 0), ("travel", 20, 0)]
 )
 def test_the_gold_of_agentdojo_replays_and_free_tasks_are_left_out(suite, tasks, free):
-    pytest.importorskip("agentdojo")
     env = make_env("gspo/AgentDojo-v0", suite=suite, exclude_free=False)
     assert (env.unwrapped.num_tasks, len(env.unwrapped.free)) == (tasks, free)
     rows = [Task(env_id="x", seed=0, options={"row": n}) for n in range(tasks)]
@@ -181,9 +193,8 @@ def test_the_gold_of_agentdojo_replays_and_free_tasks_are_left_out(suite, tasks,
     assert make_env("gspo/AgentDojo-v0", suite=suite).unwrapped.num_tasks == tasks - free
 
 
-@pytest.mark.suites
+@pytest.mark.suites("agentdojo")
 def test_an_evaluation_of_agentdojo_has_success_and_attack_rate_side_by_side():
-    pytest.importorskip("agentdojo")
     env = make_env("gspo/AgentDojo-v0", inject=True)
     inner = env.unwrapped
 
@@ -202,12 +213,11 @@ def test_an_evaluation_of_agentdojo_has_success_and_attack_rate_side_by_side():
     assert gold.turns[-1].info.reward_parts == {"attacked": 0.0}
 
 
-@pytest.mark.suites
+@pytest.mark.suites("inspect_evals")
 @pytest.mark.parametrize(
     ("domain", "tasks", "free"), [("retail", 114, 7), ("airline", 50, 19), ("telecom", 114, 0)]
 )
 def test_the_gold_of_tau2_replays_and_free_tasks_are_left_out(domain, tasks, free):
-    pytest.importorskip("inspect_evals")
     env = make_env("gspo/Tau2-v0", domain=domain).unwrapped
     assert (env.num_tasks, len(env.free)) == (tasks - free, free)
     rows = [Task(env_id="x", seed=0, options={"row": n}) for n in range(4)]
@@ -219,10 +229,9 @@ def test_the_gold_of_tau2_replays_and_free_tasks_are_left_out(domain, tasks, fre
     assert not any(episode.success for episode in idle)
 
 
-@pytest.mark.suites
+@pytest.mark.suites("inspect_evals")
 @pytest.mark.parametrize("domain", ["airline", "telecom"])
 def test_tau2_leaves_out_its_rules_for_a_model_with_a_short_context(domain):
-    pytest.importorskip("inspect_evals")
     envs = [make_env("gspo/Tau2-v0", domain=domain, rules=rules) for rules in (True, False)]
     full, short = (play_now(env, Task(env_id="x", seed=2), demonstrator()) for env in envs)
     assert len(full.prompt.system) > 7_000 > 100 > len(short.prompt.system)
@@ -230,7 +239,7 @@ def test_tau2_leaves_out_its_rules_for_a_model_with_a_short_context(domain):
     assert short.success
 
 
-@pytest.mark.suites
+@pytest.mark.suites("textworld_express")
 @pytest.mark.parametrize(
     "game",
     [
@@ -239,7 +248,6 @@ def test_tau2_leaves_out_its_rules_for_a_model_with_a_short_context(domain):
     ],
 )
 def test_the_gold_of_textworld_express_replays_beside_a_second_game_of_the_seed(game):
-    pytest.importorskip("textworld_express")
     env, beside = (make_env("gspo/TextWorldExpress-v0", game=game) for _ in range(2))
     keys = set()
     for seed in (0, 1, 2, 10**9, 10**9 + 1, 10**9 + 2):
@@ -261,7 +269,65 @@ def test_the_gold_of_textworld_express_replays_beside_a_second_game_of_the_seed(
     assert (folds.count("train"), folds.count("test")) == (3, 3)
 
 
-@pytest.mark.suites
+@pytest.mark.suites("scienceworld")
+@pytest.mark.parametrize("task", ["boil", "find-living-thing", "use-thermometer", "grow-plant"])
+def test_the_gold_of_scienceworld_replays_in_another_process_and_after_another_game(task):
+    env, beside = (make_env("gspo/ScienceWorld-v0", task=task) for _ in range(2))
+    beside.reset(seed=5)
+    beside.step("look around")
+    keys = set()
+    for seed in (0, 1, 10**9, 10**9 + 1):
+        first, info = env.reset(seed=seed)
+        assert beside.reset(seed=seed) == (first, info)
+        keys.add(info["task_key"])
+        rewards, over = [], False
+        while not over:
+            command = env.unwrapped.expert_action()
+            result = env.step(command)
+            assert beside.step(command) == result
+            over = result[2] or result[3]
+            rewards.append(result[1])
+        assert result[4]["success"]
+        assert 0.5 < sum(rewards) <= 1 + 1e-9  # the rest is paid where the game begins
+    assert env.unwrapped.java is not beside.unwrapped.java
+    env.close()
+    beside.close()
+    assert len(keys) == 4
+
+
+@pytest.mark.suites("scienceworld")
+def test_the_solution_of_scienceworld_can_be_asked_for_in_the_middle_of_a_game():
+    env, beside = (make_env("gspo/ScienceWorld-v0") for _ in range(2))
+    for each in (env, beside):
+        each.reset(seed=3)
+        each.step("open door to kitchen")
+    solution = [env.unwrapped.expert_action() for _ in range(3)]
+    assert len(set(solution)) > 1
+    for command in ("look around", *solution, "inventory"):
+        assert env.step(command) == beside.step(command)
+    env.close()
+    beside.close()
+
+
+@pytest.mark.suites("scienceworld")
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"task": "boi"}, "has no 'boi', did you mean boil"),
+        ({"simplifications": "easy,teleport"}, "has no 'teleport', did you mean teleportAction"),
+    ],
+)
+def test_an_unknown_task_or_simplification_of_scienceworld_is_refused(kwargs, reason):
+    with pytest.raises(ConfigError, match=reason):
+        make_env("gspo/ScienceWorld-v0", **kwargs)
+
+
+def java_of(env):
+    """Returns the Java process of an environment; its guard is the parent."""
+    return psutil.Process(env.unwrapped.java.process.pid).children()[0]
+
+
+@pytest.mark.suites("textworld_express")
 @pytest.mark.parametrize(
     ("number", "reason"),
     [(signal.SIGSTOP, StopReason.ENV_TIMEOUT), (signal.SIGKILL, StopReason.CRASH)],
@@ -269,14 +335,13 @@ def test_the_gold_of_textworld_express_replays_beside_a_second_game_of_the_seed(
 def test_a_java_process_that_hangs_or_dies_loses_its_episodes_and_the_next_ones_get_another(
     number, reason
 ):
-    pytest.importorskip("textworld_express")
-    env, beside = (make_env("gspo/TextWorldExpress-v0", timeout=10.0) for _ in range(2))
+    env, beside = (make_env("gspo/TextWorldExpress-v0") for _ in range(2))
     beside.reset(seed=2)
-    java = beside.unwrapped.java
+    java = java_of(beside)
 
     def policy(now):
-        assert env.unwrapped.java is java
-        java.process.send_signal(number)
+        assert java_of(env) == java
+        java.send_signal(number)
         return "look around"
 
     episode = play_now(env, Task(env_id="x", seed=1), policy)
@@ -286,20 +351,27 @@ def test_a_java_process_that_hangs_or_dies_loses_its_episodes_and_the_next_ones_
     assert play_now(env, Task(env_id="x", seed=1), demonstrator()).success
     env.close()
     assert play_now(beside, Task(env_id="x", seed=2), demonstrator()).success
-    process = beside.unwrapped.java.process
-    assert process.poll() is None
+    java = java_of(beside)
+    assert java.is_running()
     beside.close()
-    assert process.poll() is not None
+    assert not java.is_running()
 
 
-@pytest.mark.suites
-def test_a_java_process_ends_with_a_killed_trainer():
-    pytest.importorskip("textworld_express")
-    code = """if True:
+@pytest.mark.parametrize(
+    ("env_id", "stopped"),
+    [
+        pytest.param(f"gspo/{name}-v0", stopped, marks=pytest.mark.suites(wheel))
+        for name, wheel in (("TextWorldExpress", JAVA[0]), ("ScienceWorld", JAVA[1]))
+        for stopped in ("neither", "trainer", "java")
+    ],
+)
+def test_a_java_process_ends_with_a_killed_trainer_also_if_one_of_them_is_stopped(env_id, stopped):
+    code = f"""if True:
+        import psutil
         from gspo_env import make_env
-        env = make_env("gspo/TextWorldExpress-v0")
+        env = make_env({env_id!r})
         env.reset(seed=0)
-        print(env.unwrapped.java.process.pid, flush=True)
+        print(psutil.Process(env.unwrapped.java.process.pid).children()[0].pid, flush=True)
         input()
     """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -307,15 +379,16 @@ def test_a_java_process_ends_with_a_killed_trainer():
         java = int(trainer.stdout.readline())
         handle = os.pidfd_open(java)
         assert select.select([handle], [], [], 0)[0] == []
+        if stopped != "neither":
+            os.kill(trainer.pid if stopped == "trainer" else java, signal.SIGSTOP)
         trainer.kill()
     assert select.select([handle], [], [], 60)[0] == [handle]
     os.close(handle)
 
 
-@pytest.mark.suites
+@pytest.mark.suites("textworld_express")
 @pytest.mark.parametrize("params", ["numLocations=abc", "numLocations=900", "rooms=3"])
 def test_parameters_that_a_game_cannot_take_are_refused_and_no_error_is_played(params):
-    pytest.importorskip("textworld_express")
     env = make_env("gspo/TextWorldExpress-v0", game="coin", params=params)
     with pytest.raises(ConfigError, match=f"params is '{params}'"):
         env.reset(seed=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import subprocess
 import threading
 from abc import abstractmethod
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 
 from gspo_env.env.base import ResetResult, StepResult
 from gspo_env.errors import EnvironmentCrashError, EnvironmentHangError, MissingExtraError
+from gspo_env.runtime.processes import Guard
 from gspo_envs.adapters.foreign import RowEnv, load
 from gspo_envs.data.rows import TaskRows
 
@@ -123,6 +125,7 @@ class Java:
         interface: The Java class of a game.
         memory: MiB of Java's heap.
         timeout: Seconds that the start or one call may take.
+        options: Further options of the `java` command.
 
     Raises:
         MissingExtraError: Py4J or Java is not installed.
@@ -131,9 +134,13 @@ class Java:
 
     _running: ClassVar[dict[tuple[Any, ...], Java]] = {}
 
-    def __init__(self, jar: str, interface: str, memory: int, timeout: float) -> None:
+    def __init__(
+        self, jar: str, interface: str, memory: int, timeout: float, *options: str
+    ) -> None:
         """Starts Java."""
-        py4j = load("py4j.java_gateway", "Py4J", "textworld-express")
+        py4j = load("py4j.java_gateway", "Py4J", install="py4j")
+        if shutil.which("java") is None:
+            raise MissingExtraError("Text games need Java; `java` is not in PATH.")
         logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what it logs, it raises too
 
         class Client(py4j.GatewayClient):  # type: ignore[misc, name-defined]
@@ -144,28 +151,25 @@ class Java:
                 return answer
 
         classes = os.pathsep.join((py4j.find_jar_path(), jar))
-        # the server reads its input, and ends when that is closed, however our process ends
-        server = ("py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0")
-        try:
-            self.process = subprocess.Popen(
-                ["java", f"-Xmx{memory}m", "-XX:+UseSerialGC", "-classpath", classes, *server],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                cwd=os.path.dirname(jar),
-                process_group=0,  # Ctrl-C is ours
-            )
-        except FileNotFoundError as error:
-            raise MissingExtraError("Text games need Java; `java` is not in PATH.") from error
+        server = ("-classpath", classes, "py4j.GatewayServer", "--enable-auth", "0")
+        heap = (f"-Xmx{memory}m", "-XX:+UseSerialGC")
+        # a guard ends Java, also a stopped one, however our process ends
+        self._guard = Guard(
+            ["run", "1", "java", *heap, *options, *server],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=os.path.dirname(jar),
+        )
+        self.process = self._guard.process
+        """The guard, which ends with Java."""
         output = self.process.stdout
         assert output is not None
-        timer = threading.Timer(timeout, self.process.kill)
+        timer = threading.Timer(timeout, self._guard.ask_to_end)
         timer.start()
         port, token = output.readline(), output.readline().decode().strip()
         timer.cancel()
         if not token:
-            self.process.kill()
-            code = self.process.wait()
+            code = self._guard.end()
             raise EnvironmentCrashError(f"java ended ({code}) or was not ready in {timeout:g} s")
         threading.Thread(target=deque, args=(output, 0), daemon=True).start()  # reads the rest
         parameters = py4j.GatewayParameters(port=int(port), auth_token=token, read_timeout=timeout)
@@ -195,8 +199,7 @@ class Java:
     def end(self) -> None:
         """Ends the process at once."""
         self._client.is_connected = False
-        self.process.kill()
-        self.process.wait()
+        self._guard.end()
         self._client.close()
 
     def game(self) -> Any:
@@ -238,6 +241,8 @@ class JavaGameEnv(TextGameEnv):
     interface: str
     shares: bool = True
     """Whether it may share a process, so whether games have no state outside of their object."""
+    java_options: tuple[str, ...] = ()
+    """Options of the `java` command."""
     java: Java | None = None
     """The process, from the first reset to `close`."""
 
@@ -251,7 +256,9 @@ class JavaGameEnv(TextGameEnv):
         if self.java is None or self.java.process.poll() is not None:
             self.close()
             owner = None if self.shares else self
-            self.java = Java.join(owner, self.jar, self.interface, *self._limits)
+            self.java = Java.join(
+                owner, self.jar, self.interface, *self._limits, *self.java_options
+            )
         with self.java.calls():
             return super().begin(seed, options)
 
