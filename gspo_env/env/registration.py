@@ -57,6 +57,7 @@ _BUILTIN = {
     "gspo/Story-v0": "gspo_envs.text.story:StoryEnv",
     "gspo/Tau2-v0": "gspo_envs.adapters.tau2:Tau2Env",
     "gspo/TextArena-v0": "gspo_envs.adapters.textarena:TextArenaEnv",
+    "gspo/TextWorld-v0": "gspo_envs.adapters.textworld:TextWorldEnv",
     "gspo/TextWorldExpress-v0": "gspo_envs.adapters.textworld_express:TextWorldExpressEnv",
     "gspo/VariableLength-v0": "gspo_envs.diagnostic.diagnostics:VariableLengthEnv",
     "gspo/Verifiers-v0": "gspo_envs.adapters.verifiers:VerifiersEnv",

@@ -322,6 +322,64 @@ def test_an_unknown_task_or_simplification_of_scienceworld_is_refused(kwargs, re
         make_env("gspo/ScienceWorld-v0", **kwargs)
 
 
+@pytest.mark.suites("textworld")
+@pytest.mark.parametrize("game", ["simple", "coin_collector", "treasure_hunter", "cooking"])
+def test_the_walkthrough_of_textworld_replays_beside_a_second_game_of_the_seed(game):
+    env, beside = (make_env("gspo/TextWorld-v0", game=game, games=2) for _ in range(2))
+    keys = set()
+    for seed in (0, 1, 10**9, 10**9 + 1):
+        first, info = env.reset(seed=seed)
+        assert beside.reset(seed=seed) == (first, info)
+        assert "$$" not in first  # the banner
+        keys.add(info["task_key"])
+        rewards, over = [], False
+        while not over:
+            command = env.unwrapped.expert_action()
+            result = env.step(command)
+            assert beside.step(command) == result
+            over = result[2] or result[3]
+            rewards.append(result[1])
+        assert result[4]["success"]
+        assert sum(rewards) == pytest.approx(1)
+    env.close()
+    beside.close()
+    assert sum(" test " in key for key in keys) == 2
+
+
+@pytest.mark.suites("textworld")
+def test_no_command_of_textworld_reaches_the_interpreter_and_writes_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    env = make_env("gspo/TextWorld-v0", games=1)
+    first, _ = env.reset(seed=0)
+    for command in (
+        "save",
+        "look. save",
+        "look then SAVE game",
+        "transcriptx on",
+        "script",
+        "quit",
+    ):
+        assert env.step(command)[0] == "That is not a command of the game."
+    assert env.step("look")[0] in first
+    assert not list(tmp_path.iterdir())
+    env.close()
+
+
+@pytest.mark.suites("textworld")
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"game": "chess"}, "expected one of simple, coin_collector"),
+        ({"params": "--level five"}, "params is '--level five'.*invalid int.*expected .*--level"),
+        ({"params": "--rooms 3"}, "params is '--rooms 3'"),
+        ({"games": 0}, "games is 0, expected at least 1"),
+    ],
+)
+def test_options_that_textworld_cannot_take_are_refused_when_it_is_made(kwargs, reason):
+    with pytest.raises(ConfigError, match=reason):
+        make_env("gspo/TextWorld-v0", **kwargs)
+
+
 def java_of(env):
     """Returns the Java process of an environment; its guard is the parent."""
     return psutil.Process(env.unwrapped.java.process.pid).children()[0]
@@ -384,6 +442,21 @@ def test_a_java_process_ends_with_a_killed_trainer_also_if_one_of_them_is_stoppe
         trainer.kill()
     assert select.select([handle], [], [], 60)[0] == [handle]
     os.close(handle)
+
+
+@pytest.mark.suites("textworld_express")
+def test_what_an_old_java_says_is_in_the_error_and_other_messages_of_java_are_passed_over(
+    tmp_path, monkeypatch
+):
+    env = make_env("gspo/TextWorldExpress-v0")
+    monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Dx=1")  # which Java tells before anything else
+    env.reset(seed=0)
+    env.close()
+    (tmp_path / "java").write_text("#!/bin/sh\necho UnsupportedClassVersionError >&2\nexit 1\n")
+    (tmp_path / "java").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(EnvironmentCrashError, match=r"java ended \(1\).*UnsupportedClassVersion"):
+        env.reset(seed=0)
 
 
 @pytest.mark.suites("textworld_express")

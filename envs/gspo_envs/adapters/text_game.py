@@ -157,7 +157,7 @@ class Java:
         self._guard = Guard(
             ["run", "1", "java", *heap, *options, *server],
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
             cwd=os.path.dirname(jar),
         )
         self.process = self._guard.process
@@ -166,13 +166,18 @@ class Java:
         assert output is not None
         timer = threading.Timer(timeout, self._guard.ask_to_end)
         timer.start()
-        port, token = output.readline(), output.readline().decode().strip()
+        messages = []
+        while (line := output.readline()) and not line.strip().isdigit():
+            messages.append(line.decode(errors="replace"))  # of an old Java, or on its options
+        token = output.readline().decode().strip()
         timer.cancel()
         if not token:
-            code = self._guard.end()
-            raise EnvironmentCrashError(f"java ended ({code}) or was not ready in {timeout:g} s")
+            code, reason = self._guard.end(), "".join(messages)[:_MAX_COMMAND].strip()
+            raise EnvironmentCrashError(
+                f"java ended ({code}) or was not ready in {timeout:g} s: {reason or 'no message'}"
+            )
         threading.Thread(target=deque, args=(output, 0), daemon=True).start()  # reads the rest
-        parameters = py4j.GatewayParameters(port=int(port), auth_token=token, read_timeout=timeout)
+        parameters = py4j.GatewayParameters(port=int(line), auth_token=token, read_timeout=timeout)
         self._client = Client(gateway_parameters=parameters)
         self._gateway = py4j.JavaGateway(self._client, gateway_parameters=parameters)
         self._interface, self.users, self._error = interface, 0, py4j.Py4JError
