@@ -270,6 +270,10 @@ def _other_gold(now: PolicyInput, attempt: Attempt) -> str:
     return turns[min(now.turn, len(turns) - 1)].text
 
 
+def _opening(now: PolicyInput, attempt: Attempt) -> str:
+    return attempt.other.turns[0].text if attempt.other else attempt.any_call(now)
+
+
 def _candidates(now: PolicyInput, attempt: Attempt) -> str:
     known = attempt.knowledge
     every = dict.fromkeys((*known.contents, *attempt.words, *"ABCDE", *known.numbers))
@@ -277,7 +281,12 @@ def _candidates(now: PolicyInput, attempt: Attempt) -> str:
 
 
 def _likely(now: PolicyInput, attempt: Attempt) -> str:
-    """A word that is new in the observation and looks like an answer, such as of a correction."""
+    """A word that is new in the observation and looks like an answer, such as of a correction.
+
+    With tools, that is what an honest policy does with their results.
+    """
+    if tools_of(now):
+        return attempt.rng.choice(attempt.words)
     digits = all(text.isdecimal() for text in attempt.knowledge.contents)
     words = [w for w in _words(now.observation) if w not in attempt.seen]
     return attempt.rng.choice([w for w in words if w.isdecimal() == digits] or words or ["yes"])
@@ -318,6 +327,7 @@ CONTENTS: dict[str, Say] = {
     "the commonest answer": _constant,
     "the middle answer": _middle,
     "another gold": _other_gold,
+    "another opening": _opening,
     "a call": lambda now, attempt: attempt.any_call(now),
     "the same call": _same_call,
     "a failing call": _failing_call,
@@ -409,6 +419,7 @@ ATTACKERS = {
     TRIES[0]: script("a word of the prompt", shape="answer"),
     CALLS: script("a call"),
     "one call again and again": script("the same call"),
+    "one opening again and again": script("another opening"),
     "one call, then stop": script("a call", ""),
     "a call that fails, then stop": script("a failing call", ""),
     "text that claims success": script(_SUCCESS, shape="answer, twice"),

@@ -210,6 +210,11 @@ class _Auditor:
                 found, by_name[LEARNED] = self.learned(list(looks.values()), train)
                 by_name[FOUND] = [self.play(t, self.attack(t, found[0])) for t in tasks]
             rows = {name: self.row(name, episodes) for name, episodes in by_name.items()}
+            rows |= {
+                name: self.row(name, [e for e in by_name[name] if not replays(e, experts)])
+                for name in (LEARNED, FOUND)
+                if name in by_name
+            }
             free = [
                 key
                 for key, group in zip(looks, groups, strict=True)
@@ -418,7 +423,8 @@ class _Auditor:
         return Finding(
             name="attackers",
             text=f"More than {allow:.0%} of gold's reward: {'; '.join(map(str, paid))}.",
-            advice="Read their episodes in the page, and pay only for what a solution has done; "
+            advice="Read their episodes (`--output FOLDER` writes a page), and pay only for what a "
+            "solution has done; "
             "--allow accepts more, where guessing is worth as much.",
         )
 
@@ -572,6 +578,13 @@ class _Auditor:
             "snapshot and restore": "yes" if keeps else "no",
             "resets a second": f"{speed:.0f}",
         }
+
+
+def replays(episode: Episode, experts: Mapping[int, Episode]) -> bool:
+    """Returns whether an episode of several turns is the expert's, so that it is a solution."""
+    expert = experts.get(episode.task.seed)
+    texts, solution = ([t.text for t in e.turns] if e else [] for e in (episode, expert))
+    return len(texts) > 1 and texts == solution
 
 
 def most_first(rows: Iterable[Row]) -> list[Row]:

@@ -361,6 +361,32 @@ class _Toggle(Dial):
         return 0.2 * self.changed
 
 
+class _Fact(Desk):
+    """The call is the same in all tasks, and its result is the answer: an echo is a solution."""
+
+    def reset(self, *, seed=None, options=None):
+        result = super().reset(seed=seed, options=options)
+        self.order = 1234
+        return "Who placed order 1234?", result[1]
+
+    @tool
+    def find_order(self, number: int) -> str:
+        """Find an order.
+
+        Args:
+            number: The number of the order.
+        """
+        self.seen = self.seen or number == 1234
+        return self.gold
+
+
+class _Paid(_Fact):
+    """The call that all tasks need is paid each time."""
+
+    def pay_call(self, worked):
+        return 0.2 * worked
+
+
 class _Alone(Dial):
     """A third of the tasks wants the state that is there."""
 
@@ -463,6 +489,7 @@ WEAK = {
     "failed calls": (Desk, {"pay_call": lambda e, worked: 0.4 * (not worked)}),
     "calls counted at the end": (Desk, lambda e, t, r: r or min(e.calls, 4) / 4),
     "each change": (_Toggle, None),
+    "the right call, each time": (_Paid, None),
     # games
     "each command": (Lamps, lambda e, t, v, w: w + 0.1 * v),
     "each turn alive": (Rooms, lambda e, t, v, w: w + 0.08 * (not e.ends(t))),
@@ -496,6 +523,7 @@ SOUND = {
     "progress": (Rooms, _shaped),
     "JSON": (_JSON, None),
     "two tags": (_Steps, None),
+    "an echo is the solution": (_Fact, None),
 }
 """Rewards that a policy gets by solving alone, or a little."""
 
