@@ -238,6 +238,15 @@ def _is_lone(group: Group) -> bool:
 
 
 def _reward_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Returns what `_pays` says of the environment of which it says most."""
+    most = {"rollout/paid_alike": 0.0}
+    for env_id in {episode.task.env_id for episode in episodes}:
+        for name, value in _pays([e for e in episodes if e.task.env_id == env_id]).items():
+            most[name] = max(value, most.get(name, value))
+    return most
+
+
+def _pays(episodes: Sequence[Episode]) -> dict[str, float]:
     """Returns how much a reward pays for the same actions everywhere, and for failure."""
     pays = [float(e.rewards.sum()) + (e.ending.outcome or 0.0) for e in episodes]
     prompts = [_first_prompt(e) for e in episodes]

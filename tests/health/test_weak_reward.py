@@ -108,6 +108,22 @@ def test_a_sound_reward_is_not(env, noise):
     assert found(env, noise) == []
 
 
+@pytest.mark.parametrize(("weak", "count"), [("Any", 1), ("Echo", 1), ("Sums", 0)])
+def test_a_weak_reward_beside_a_sound_one_with_higher_rewards_is_named(weak, count):
+    envs = [make_env(f"sums.py:{weak}"), make_env("gspo/Calculator-v0")]
+    findings, history = [], []
+    for step in (1, 2, 3):
+        groups = []
+        for n, env in enumerate(envs * 6):
+            task = Task(env_id=("weak", "sound")[n % 2], seed=100 * step + n)
+            played = [play_now(env, task, demonstrator(0.3)) for _ in range(2)]
+            groups.append(Group(task=task, episodes=tuple(played)))
+        history.append((step, RolloutStats(groups, 1.0).metrics()))
+        config = Config(env=(f"weak=sums.py:{weak}", "sound=gspo/Calculator-v0"), steps=9)
+        check_first_steps(config, history, findings.append)
+    assert [finding.name for finding in findings] == ["weak_reward"] * count
+
+
 def test_partial_credit_for_the_same_first_question_is_no_pattern():
     """Nobody succeeds yet, and each task pays the same question a little."""
     asked = found("gspo/Dialogue-v0", policy=lambda now: "What is your name and order number?")
