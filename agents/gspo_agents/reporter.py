@@ -35,6 +35,8 @@ from gspo_env.types import Group, Score
 
 logger = logging.getLogger(__name__)
 
+_ONCE = ("collapse", "control_tokens")
+"""Findings that many steps may have, and that are shown once."""
 _PAGE_MB = 16
 """Megabytes that the episodes may take in the page that a run writes at its end."""
 
@@ -81,6 +83,9 @@ class Reporter:
 
     def warned(self, finding: Finding) -> None:
         """Says why the run learns nothing, or less than its settings say; writes it to a file."""
+        same = (line.startswith(f"{finding.name}:") for line in self._warnings)
+        if finding.name in _ONCE and any(same):
+            return
         self._progress.line(f"WARNING {finding}")
         self._warnings.append(f"{finding.name}: {finding}")
         text = "\n".join(self._warnings) + "\n"
@@ -115,8 +120,7 @@ class Reporter:
                 self.warned(finding)
         self._show("evaluate", step, evaluation.sampled, lost=evaluation.lost or None)
         self._progress.begin("train", step, self.config.steps)
-        warned = any(line.startswith("collapse:") for line in self._warnings)
-        if not warned and (collapse := find_collapse(self._evaluations)):
+        if collapse := find_collapse(self._evaluations):
             self.warned(collapse)
         self.episodes.evaluated(step, evaluation)
         if self.config.episodes.keep_episodes != "none":

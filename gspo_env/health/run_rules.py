@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from gspo_env.config import Config
 from gspo_env.errors import above, figure
+from gspo_env.health.findings import Finding
 from gspo_env.health.rules import (
     Explanation,
     Rule,
@@ -27,13 +29,15 @@ from gspo_env.runs.evaluations import (
     stays_lower,
     success_fall,
 )
-from gspo_env.runs.names import LATER_TURNS
-from gspo_env.runs.run import Run
+from gspo_env.runs.names import CONTROL, LATER_TURNS, REPEATED, SPIKE
+from gspo_env.runs.run import History, Run
 
 _ROUNDING = {"float32": 1e-3}
 """Mean difference of log-probabilities (nats) that rounding explains, by dtype."""
 _HALF_ROUNDING = 0.3
 """The same in half precision."""
+_FACTOR, _EARLIEST = 2.0, 4
+"""How far a spike of control tokens is above the first steps, and the first step to have one."""
 
 
 @rule()
@@ -138,23 +142,33 @@ def stale(run: Run, limit: float) -> Explanation | None:
 
 @rule(
     limit=0.05,
-    needs=("rollout/repeated_marks",),
+    needs=(REPEATED,),
     explains=("collapse", "tool_calls", "hacking", "no_variance"),
 )
 def control_tokens(run: Run, limit: float) -> Explanation | None:
-    """Turns repeat a control token or a mark of calls, as before a format collapses.
+    """Control tokens become likely where they are wrong, as before a format collapses.
 
-    In a sound call, another mark is between two equal ones; arXiv 2606.26027.
+    Either turns repeat one, though in a sound call another mark is between two equal ones, or their
+    probability where another token is sampled is a spike; arXiv 2606.26027.
     """
-    repeated = run.late("rollout/repeated_marks") or 0.0
-    if repeated < limit:
+    before, now = ((at(REPEATED) or 0.0, at(CONTROL) or 0.0) for at in (run.early, run.late))
+    if now[0] >= limit:
+        text = (
+            f"The policy repeats control tokens: {now[0]:.2g} a turn follow the same one "
+            f"{when(run)}, and {before[0]:.2g} at first."
+        )
+    elif now[1] >= max(SPIKE, _FACTOR * before[1]):
+        text = (
+            "Control tokens, and those that begin a mark of calls, become likely where another "
+            f"token is sampled: their probability is {share(now[1])} {when(run)}, and "
+            f"{share(before[1])} at first."
+        )
+    else:
         return None
-    return (
-        f"The policy repeats control tokens: {repeated:.2g} a turn follow the same one "
-        f"{when(run)}, and {run.early('rollout/repeated_marks') or 0.0:.2g} at first.",
+    return text, (
         "The format of its actions collapses next. Read such turns (`gspo-env view RUN`); reward "
-        f"no action for them, lower the learning rate ({setting(run, 'learner.learning_rate')}) or "
-        "add --loss.kl-coef 0.01.",
+        f"no action for them, lower the learning rate ({setting(run, 'learner.learning_rate')}), "
+        "add --loss.kl-coef 0.01 or imitate while training (--imitation)."
     )
 
 
@@ -296,3 +310,14 @@ RULES: tuple[Rule, ...] = (
     no_progress,
 )
 """In the order of causes: what a finding explains is only named."""
+
+
+def find_spike(config: Config, history: History) -> Finding | None:
+    """Returns a spike of `control_tokens` in a run in progress, if it is new in the last step."""
+    short = [(n, {REPEATED: 0.0, CONTROL: m[CONTROL]}) for n, m in history if CONTROL in m]
+    findings = [
+        control_tokens.find(Run.in_progress(config, part), control_tokens.limit)
+        for part in (short[:-1], short)
+        if len(part) >= _EARLIEST
+    ]
+    return findings[-1] if findings and not any(findings[:-1]) else None

@@ -19,6 +19,7 @@ from gspo_env.rollout.collector import RolloutPlugin
 from gspo_env.rollout.play import look, play_now
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.runs.evaluations import EvalSnapshot, describe_fall
+from gspo_env.runs.names import CONTROL, SPIKE
 from gspo_env.runs.run import History
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.tracking.multi import check_trackers
@@ -110,7 +111,8 @@ def check_start(
 def check_first_steps(config: Config, history: History, warn: Callable[[Finding], None]) -> None:
     """Warns of what the first steps of a run have in common, such as groups without variance.
 
-    Does nothing but after the first step and after the third, or the last one of a shorter run.
+    It does so after the first step and after the third, or the last one of a shorter run. After a
+    later one, it warns only of control tokens that have become likely; see `find_spike`.
 
     Args:
         config: The settings.
@@ -121,6 +123,11 @@ def check_first_steps(config: Config, history: History, warn: Callable[[Finding]
         TrainingError: Nothing can be learned, or the run is strict and there is a finding.
     """
     step, last = history[-1][0], min(FIRST_STEPS, config.steps)
+    if step > last and history[-1][1].get(CONTROL, 0.0) >= SPIKE:
+        from gspo_env.health.run_rules import find_spike
+
+        if spike := find_spike(config, history):
+            warn(spike)
     if step not in (1, last):
         return
     finding = find_in_first_steps(config, history)

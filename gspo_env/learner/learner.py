@@ -37,7 +37,7 @@ from gspo_env.learner.parallel import AT_ONCE, ParallelRows
 from gspo_env.learner.settings import LearnerConfig, make_optimizer, rate_factor, undecayed
 from gspo_env.learner.stats import PassStats, TokenValues, UpdateStats, to_cpu
 from gspo_env.model.check import RunMode, check_model
-from gspo_env.model.head import adapter_is_zero, is_adapted
+from gspo_env.model.head import adapter_is_zero, is_adapted, mark_ids
 from gspo_env.model.scorer import Scorer
 from gspo_env.model.threads import tokens_of_pass
 
@@ -366,6 +366,7 @@ class Learner:
             "advantage": row.advantages_N,
             "entropy": predictions.entropy_N.detach(),
             "top1": predictions.top1_N,
+            "control": predictions.marks_N if mark_ids(self.policy) else None,
             "trainer_logprobs": scored.trainer_logprobs_N,
             "engine_logprobs": row.engine_logprobs_N,
             "age": row.ages_N,

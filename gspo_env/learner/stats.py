@@ -32,8 +32,9 @@ class PassStats:
     Scalars are `loss` (the share of this row in the loss of the minibatch), `router_loss`,
     `observation_loss`, `entropy_sum`, `load_max` and `load_min`. All others are (N,): `turn`,
     `episode` (an index into `episodes`), `advantage`, `ratio`, `clipped`, `kl`, `entropy`, `top1`,
-    `trainer_logprobs` (by the policy before the first step), `engine_logprobs` and `age` (updates
-    of the weights since the token was sampled)."""
+    `control` (the probability of marks that were not sampled), `trainer_logprobs` (by the policy
+    before the first step), `engine_logprobs` and `age` (updates of the weights since the token was
+    sampled)."""
     episodes: tuple[int | None, ...]
     """The number of each episode; see `gspo_env.batch.sample.Sample.episode`."""
     computed_tokens: int
@@ -149,6 +150,7 @@ class UpdateStats:
             "train/kl": by_token("kl"),
             "train/entropy": by_token("entropy"),
             "train/top1": by_token("top1"),
+            "train/control_token_probability": _control(passes),
             "train/router_loss": by_row("router_loss"),
             "train/observation_loss": by_row("observation_loss"),
             "train/expert_load_max": by_row("load_max"),
@@ -188,6 +190,14 @@ class UpdateStats:
             episodes: Numbers of the episodes; see `gspo_env.batch.sample.Sample.episode`.
         """
         return {key: value for each in self.passes for key, value in _of_pass(each, episodes)}
+
+
+def _control(passes: Sequence[PassStats]) -> float | None:
+    """Returns the mean probability of marks behind a turn's first token, where a call may begin."""
+    every = [each.values for each in passes if "control" in each.values]
+    same = [(v["turn"].diff() == 0) & (v["episode"].diff() == 0) for v in every]
+    chances = [v["control"][1:][same_N] for v, same_N in zip(every, same, strict=True)]
+    return float(torch.cat(chances).mean()) if any(map(len, chances)) else None
 
 
 def _by_turn(size_N: Tensor, turn_N: Tensor) -> dict[str, float]:

@@ -6,7 +6,7 @@ Axis letters: N model tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from gspo_env.errors import ModelError
 from gspo_env.model.attention import PackedAttention
+from gspo_env.tools.marks import first_ids
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class Predictions:
     """Has a gradient if asked for."""
     top1_N: Tensor
     """True if the token is the most likely one."""
+    marks_N: Tensor
+    """The probability of all marks that were not sampled, without a gradient; see `mark_ids`."""
 
     def at(self, places: Tensor) -> Predictions:
         """Selects the predictions at the given places, which may repeat."""
@@ -46,6 +49,7 @@ class Predictions:
             logprobs_N=self.logprobs_N[places],
             entropy_N=self.entropy_N[places],
             top1_N=self.top1_N[places],
+            marks_N=self.marks_N[places],
         )
 
 
@@ -57,6 +61,7 @@ def predict(
     temperature: float = 1.0,
     *,
     entropy: bool = False,
+    marks: Sequence[int] = (),
 ) -> Predictions:
     """Computes predictions from hidden states, a chunk of tokens at a time.
 
@@ -65,13 +70,15 @@ def predict(
     gradient too.
     """
     apply: Any = _Head.apply
-    logprobs_N, entropy_N, top1_N = apply(hidden_ND, weight_VD, bias_V, target_N, temperature)
+    logprobs_N, entropy_N, top1_N, marks_N = apply(
+        hidden_ND, weight_VD, bias_V, target_N, temperature, target_N.new_tensor(marks)
+    )
     entropy_N = entropy_N if entropy else entropy_N.detach()
-    return Predictions(logprobs_N=logprobs_N, entropy_N=entropy_N, top1_N=top1_N)
+    return Predictions(logprobs_N=logprobs_N, entropy_N=entropy_N, top1_N=top1_N, marks_N=marks_N)
 
 
 def predict_from_logits(
-    logits_NV: Tensor, target_N: Tensor, temperature: float, *, entropy: bool = False
+    logits_NV: Tensor, target_N: Tensor, temperature: float, entropy: bool, marks: Sequence[int]
 ) -> Predictions:
     """Computes predictions from logits, for heads that are more than one linear layer."""
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
@@ -80,7 +87,14 @@ def predict_from_logits(
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
     top1_N = logprobs_NV.argmax(-1) == target_N
     logprobs_N = logprobs_NV.gather(-1, target_N[:, None])[:, 0]
-    return Predictions(logprobs_N=logprobs_N, entropy_N=entropy_N, top1_N=top1_N)
+    marks_K = target_N.new_tensor(marks)
+    marks_N = _others(logprobs_NV.detach()[:, marks_K].exp(), target_N, marks_K)
+    return Predictions(logprobs_N=logprobs_N, entropy_N=entropy_N, top1_N=top1_N, marks_N=marks_N)
+
+
+def _others(values_NK: Tensor, target_N: Tensor, marks_K: Tensor) -> Tensor:
+    """Sums the values of the marks that are not the target."""
+    return values_NK.masked_fill(target_N[:, None] == marks_K, 0).sum(-1)
 
 
 class _Head(torch.autograd.Function):
@@ -92,10 +106,11 @@ class _Head(torch.autograd.Function):
         bias_V: Tensor | None,
         target_N: Tensor,
         temperature: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        marks_K: Tensor,
+    ) -> tuple[Tensor, ...]:
         parts = _parts(hidden_ND, weight_VD)
         weight = weight_VD.to(hidden_ND.dtype)
-        rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        rows: list[tuple[Tensor, ...]] = []
         ctx.probabilities = None
         for part in parts:
             logits_NV = _logits(hidden_ND[part], weight, bias_V, temperature)
@@ -105,15 +120,18 @@ class _Head(torch.autograd.Function):
             powers_NV = logits_NV.exp()
             sum_N = powers_NV.sum(-1)
             entropy_N = sum_N.log() - logits_NV.mul_(powers_NV).sum(-1) / sum_N
-            rows.append((picked_N - sum_N.log(), entropy_N, picked_N == 0, top_N + sum_N.log()))
+            marks_N = _others(powers_NV[:, marks_K], target_N[part], marks_K) / sum_N
+            total_N = top_N + sum_N.log()
+            rows.append((picked_N - sum_N.log(), entropy_N, picked_N == 0, marks_N, total_N))
             if len(parts) == 1 and any(ctx.needs_input_grad):
                 ctx.probabilities = powers_NV.div_(sum_N[:, None])
-        logprobs_N, entropy_N, top1_N, normaliser_N = map(torch.cat, zip(*rows, strict=True))
+        columns = map(torch.cat, zip(*rows, strict=True))
+        logprobs_N, entropy_N, top1_N, marks_N, normaliser_N = columns
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, normaliser_N, entropy_N)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(top1_N)
+        ctx.mark_non_differentiable(top1_N, marks_N)
         ctx.set_materialize_grads(False)
-        return logprobs_N, entropy_N, top1_N
+        return logprobs_N, entropy_N, top1_N, marks_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -157,7 +175,7 @@ class _Head(torch.autograd.Function):
                 d_weight += product(d_logits.T, hidden_ND[part])
         d_weight = None if d_weight is None else d_weight.to(weight_VD.dtype)
         d_bias = None if d_bias is None or bias_V is None else d_bias.to(bias_V.dtype)
-        return d_hidden, d_weight, d_bias, None, None
+        return d_hidden, d_weight, d_bias, None, None, None
 
 
 def _parts(hidden_ND: Tensor, weight_VD: Tensor) -> list[slice]:
@@ -194,6 +212,11 @@ def usable_ids(model: Any) -> int:
     """Returns how many of the first ids of a model have a probability; the others never occur."""
     config = model.config.get_text_config()
     return int(getattr(config, "usable_vocab_size", config.vocab_size))
+
+
+def mark_ids(model: Any) -> list[int]:
+    """Returns the ids that `match_tokenizer` finds to be control tokens or to begin a mark."""
+    return getattr(model.config.get_text_config(), "mark_ids", [])
 
 
 def body_of(model: Any) -> Callable[..., Any] | None:
@@ -287,6 +310,7 @@ def match_tokenizer(model: Any, tokenizer: Any) -> tuple[int, ...]:
     if beyond := {t for t, i in tokenizer.get_vocab().items() if i >= size} - special:
         raise ModelError(f"the tokenizer has {min(beyond)!r}, for which the model has no embedding")
     config, highest = model.config.get_text_config(), max(vocabulary)
+    config.mark_ids = [i for i in first_ids(tokenizer) if i < size]
     if highest + 1 < size:
         config.usable_vocab_size = highest + 1
     if unused := sorted(set(range(min(highest, size))) - vocabulary):

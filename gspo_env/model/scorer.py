@@ -53,6 +53,7 @@ class Scorer:
         self.model, self.temperature = model, temperature
         self.head, self._body = head.linear_head(model, packed), head.body_of(model)
         self._ids = head.usable_ids(model)
+        self._marks = head.mark_ids(model)
         # without a linear head, a batch would have logits of every token in memory
         apart = self._run_alone if not padded or self.head is None else self._run_padded
         self._run = self._run_packed if packed else apart
@@ -74,18 +75,17 @@ class Scorer:
         if batch.distinct_M is not None:
             target_M = target_M[batch.distinct_M]
         states, router_logits = self._run(batch, {"output_router_logits": True} if routers else {})
+        options: dict[str, Any] = {"entropy": entropy, "marks": self._marks}
         if self.head is None:
             predictions = head.predict_from_logits(
-                states[:, : self._ids], target_M, self.temperature, entropy=entropy
+                states[:, : self._ids], target_M, self.temperature, **options
             )
         else:
             weight: Tensor = self.head.weight
             bias: Tensor | None = self.head.bias
             if self._ids < len(weight):
                 weight, bias = weight[: self._ids], None if bias is None else bias[: self._ids]
-            predictions = head.predict(
-                states, weight, bias, target_M, self.temperature, entropy=entropy
-            )
+            predictions = head.predict(states, weight, bias, target_M, self.temperature, **options)
         if batch.expand_N is not None:
             predictions = predictions.at(batch.expand_N)
         if not routers:

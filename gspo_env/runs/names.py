@@ -11,6 +11,9 @@ LATER_TURNS = (
     "train/logprob_diff_turn_16",
 )
 """The difference of engine and trainer in the turns from this one to the next name's."""
+REPEATED = "rollout/repeated_marks"
+CONTROL, SPIKE = "train/control_token_probability", 0.03
+"""The probability of control tokens where they are wrong, and from where on it may be a spike."""
 METRICS = frozenset(
     {
         *("eval/success", "eval/success_greedy", "eval/return", "eval/return_std", "eval/tasks"),
@@ -19,7 +22,7 @@ METRICS = frozenset(
         *("train/logprob_diff_p99", "train/logprob_diff_turn_1", *LATER_TURNS),
         *("rollout/success", "rollout/return", "rollout/return_std", "rollout/turns"),
         *("rollout/tokens", "rollout/episodes_before", "rollout/lost_episodes"),
-        "rollout/repeated_marks",
+        *(REPEATED, CONTROL),
         *("rollout/malformed_calls", "rollout/redrawn_tasks", "rollout/staleness_mean"),
         *("rollout/zero_variance_groups", "rollout/stop/max_context", "rollout/stop/max_turns"),
         *("rollout/stop/max_turn_tokens", "rollout/stop/timeout"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from gspo_env.tools.json_calls import Schemas
 
@@ -91,6 +92,21 @@ def control_marks(controls: Iterable[str]) -> re.Pattern[str]:
     """
     marks = sorted(_TAGS | set(controls), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, marks)))
+
+
+def first_ids(tokenizer: Any) -> list[int]:
+    """Returns the ids of special tokens, and of tokens that have a mark of calls or begin one.
+
+    The marks are those that the chat template has, or else `<tool_call>` and its end. A mark that
+    is not a token of its own may begin at the end of any token.
+    """
+    vocabulary: Mapping[str, int] = tokenizer.get_vocab()
+    template = str(tokenizer.chat_template)
+    tags = {tag for tag in _TAGS if tag in template} or {"<tool_call>", "</tool_call>"}
+    starts = tuple(tag[:n] for tag in tags - vocabulary.keys() for n in range(1, len(tag)))
+    ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    held = {t: i for t, i in vocabulary.items() if t.endswith(starts) or any(m in t for m in tags)}
+    return sorted(ids.union(held.values()))
 
 
 def may_have_calls(text: str, schemas: Schemas) -> bool:

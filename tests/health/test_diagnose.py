@@ -27,6 +27,7 @@ GOOD = {
             *("rollout/stop/max_turn_tokens", "rollout/stop/max_context"),
             *("rollout/stop/max_turns", "rollout/stop/timeout", "train/skipped_steps"),
             *("train/length_biased_groups", "rollout/paid_alike", "rollout/repeated_marks"),
+            "train/control_token_probability",
         ],
         0.0,
     ),
@@ -97,6 +98,11 @@ CASES = [
         "control_tokens",
         {"rollout/repeated_marks": (0.0, 0.1), "rollout/malformed_calls": (0.0, 2.0)},
         {"rollout/repeated_marks": (0.0, 0.04)},
+    ),
+    (
+        "control_tokens",
+        {"train/control_token_probability": (0.001, 0.1), "rollout/malformed_calls": (0.0, 2.0)},
+        {"train/control_token_probability": (0.03, 0.06)},
     ),
     ("truncated", {"rollout/turns": 0.0}, {"rollout/turns": 1.0}),
     ("truncated", {"rollout/stop/max_turn_tokens": 0.3}, {"rollout/stop/max_turn_tokens": 0.2}),
@@ -381,3 +387,5 @@ def case_of(case):
 def test_a_real_run_that_fails_is_named_by_its_cause_and_a_good_one_is_not_blamed(tmp_path, case):
     run = faults.play(case.name, case.tree, tmp_path, stops=case.stops)
     assert findings(run)[:1] == ([case.expected] if case.expected else [])
+    warned = [name for name in Run.open(run).warnings if name.startswith("control_tokens:")]
+    assert len(warned) == (case.expected == "control_tokens")

@@ -163,6 +163,20 @@ def first_steps(changes, **settings):
 FLAT = {"rollout/zero_variance_groups": 1.0, "train/advantage_rms": 0.0, "train/grad_norm": 0.0}
 
 
+def test_a_spike_of_control_tokens_is_warned_of_in_the_step_that_shows_it():
+    chances = (0.004, 0.01, 0.3, math.nan)
+    low, higher, spike, unknown = ({"train/control_token_probability": c} for c in chances)
+    assert first_steps([low] * 9) == first_steps([low] * 6 + [higher] * 6, steps=30) == []
+    (finding,) = first_steps([*[low] * 6, spike], steps=30)
+    assert (finding.name, finding.hopeless) == ("control_tokens", False)
+    assert first_steps([*[low] * 6, *[spike] * 5], steps=30) == [finding]
+    assert len(first_steps([low, low, *[spike] * 4], steps=30)) == 1  # before anything is judged
+    assert first_steps([*[spike] * 12], steps=30) == []  # as likely from the start
+    assert (
+        first_steps([unknown] * 6, steps=30) == first_steps([low, *[unknown] * 5], steps=30) == []
+    )
+
+
 @pytest.mark.parametrize(
     ("model", "success", "shown"), [("m", 0.0, True), ("m", 0.1, False), ("", 0.0, False)]
 )

@@ -79,8 +79,8 @@ CASES: dict[str, dict[str, Any]] = {
 def shape(kind: str, tied: bool) -> Any:
     """A tiny model with random weights, large enough to prefer some ids."""
     if kind == "alone":
-        return architectures.build("LFM2").double()
-    small = {"hidden_size": 16, "num_hidden_layers": 2}
+        return architectures.build("LFM2", mark_ids=[5, 60]).double()
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "mark_ids": [5, 60]}
     if kind == "mixture":
         # the balance of routers would be over other rows; the kernel of experts has no float64
         return architectures.build("Qwen3-MoE", router_aux_loss_coef=0.0, **small)
