@@ -57,6 +57,8 @@ ELSEWHERE = {
     "python examples/shell_tasks.py": "see tests/envs/test_harbor.py",
     "gspo-env audit gspo/Harbor-v0": "plays 30 tasks; see tests/envs/test_harbor.py",
     "gspo-env train --env gspo/Harbor-v0": "needs the tasks; see tests/envs/test_harbor.py",
+    "gspo-env train --env gspo/Tau2-v0": "needs the suite; see tests/envs/test_suites.py",
+    "gspo-env evaluate runs/telecom": "needs the training before it",
     "gspo-env verify": "needs a batch; see tests/verify",
     "gspo-env play": "waits for a person; see tests/cli/test_play.py",
     "gspo-env train --engine vllm": "needs vLLM; run by the tests with the marker vllm",
