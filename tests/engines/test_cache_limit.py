@@ -1,7 +1,7 @@
 """Requests wait until vLLM's cache has room for them, by the metrics that vLLM gives."""
 
 import asyncio
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -61,7 +61,7 @@ async def play(limit, copies, count, **how):
 
     async def one(number):
         async with sampled(limit, copies, number, **how):
-            await asyncio.sleep(0.02)
+            await settled()
 
     async with asyncio.timeout(60):
         await asyncio.gather(*(one(number) for number in range(count)))
@@ -116,7 +116,7 @@ def test_an_action_longer_than_the_cache_runs_alone():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("shared", "at_once"), [(False, 6), (True, 16)])
+@pytest.mark.parametrize(("shared", "at_once"), [(False, 7), (True, 21)])
 def test_a_prefix_that_requests_share_counts_once(shared, at_once):
     async def run():
         copy, limit = Copy(240), limit_of()
@@ -136,6 +136,22 @@ def test_the_lengths_of_the_last_actions_tell_what_fits(monkeypatch):
             assert len(copy.sizes) == 3  # as if all of them sampled 100 tokens
         async with held(limit, [copy], 30, most=100):
             assert 10 < len(copy.sizes) <= 25
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_episodes_leave_each_other_room_for_the_turns_that_will_follow(turns):
+    async def run():
+        copy, limit = Copy(240), limit_of()
+        for n in range(2):
+            for turn in range(turns):
+                longer = {"prompt": 15 + 16 * turn, "tokens": 1, "most": 1}
+                async with sampled(limit, [copy], n, session=f"{n}", **longer):
+                    pass
+            limit.release(f"{n}")
+        async with held(limit, [copy], 20, **SHORT):
+            assert len(copy.sizes) == {1: 12, 3: 4}[turns]
 
     asyncio.run(run())
 
@@ -189,14 +205,17 @@ def test_requests_that_wait_get_the_error_when_no_copy_is_left():
                 raise EngineError("none is left")
             return [copy]
 
+        stop = asyncio.Event()
+
         async def one(number):
             async with limit.room(copies, [number] * 40, 8, None):
-                await asyncio.sleep(0.2)
+                await stop.wait()
 
         jobs = [asyncio.create_task(one(number)) for number in range(3)]
-        await asyncio.sleep(0.05)
+        await settled()
         left = False
-        async with asyncio.timeout(30):
+        stop.set()
+        async with asyncio.timeout(60):
             return await asyncio.gather(*jobs, return_exceptions=True)
 
     first, *others = asyncio.run(run())
@@ -207,11 +226,12 @@ def test_requests_that_wait_get_the_error_when_no_copy_is_left():
 def test_a_cancelled_request_makes_room_whether_it_waits_or_runs():
     async def run():
         copy, limit = Copy(64), limit_of()
-        stopped = asyncio.create_task(play(limit, [copy], 3, prompt=40))
-        await asyncio.sleep(0.01)
-        stopped.cancel()
-        with suppress(asyncio.CancelledError):
-            await stopped
+        async with held(limit, [copy], 3, prompt=40) as jobs:
+            assert len(copy.sizes) == 1
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+            jobs.clear()
         await play(limit, [copy], 2, prompt=40)
         assert copy.sizes == []
 
@@ -221,11 +241,11 @@ def test_a_cancelled_request_makes_room_whether_it_waits_or_runs():
 @pytest.mark.parametrize(
     ("metrics", "share", "at_once"),
     [
-        ({}, 1.0, 9),
-        ({"usage": 0.5, "running": 9.0}, 1.0, 4),
+        ({}, 1.0, 11),
+        ({"usage": 0.5, "running": 9.0}, 1.0, 5),
         ({"usage": 0.95, "running": 4.0, "waiting": 2.0}, 1.0, 1),
-        ({}, 0.5, 4),
-        ({"usage": 0.5, "running": 9.0}, 0.5, 4),
+        ({}, 0.5, 5),
+        ({"usage": 0.5, "running": 9.0}, 0.5, 5),
     ],
 )
 def test_what_others_use_is_left_to_them(metrics, share, at_once):

@@ -1,11 +1,15 @@
 """Concurrency that follows vLLM's cache: how many requests run follows from vLLM's own metrics.
 
-A request starts if the keys and values of all requests in flight will fit until they end, judged by
-the lengths of the last actions. Its blocks are counted as vLLM does: equal prefixes once. Episodes
-that are under way go first; a new one starts only if it leaves some room.
+A request starts if the keys and values of all requests in flight will fit when each has ended: the
+mean of the last actions that were longer, and three standard deviations of their sum. So hardly any
+is preempted. Its blocks are counted as vLLM does: equal prefixes once.
+
+Episodes that are under way go first. A new one starts only if all of them will fit until they end,
+by the lengths of the last episodes; else their later turns would evict each other's prefixes, which
+costs more time than the places of a few requests.
 
 Source: the Past-Future scheduler (arXiv 2507.10150), which predicts the peak of a batch in the same
-way inside the server.
+way inside the server; here the peak is that of whole episodes.
 """
 
 from __future__ import annotations
@@ -27,10 +31,12 @@ from gspo_env.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-_SOFT, _HARD = 0.9, 0.97
-"""Fractions of the cache up to which new episodes, and those under way, may fill it."""
+_FULL = 0.9
+"""Fraction of the cache from which no episode starts while vLLM has requests wait."""
+_DEVIATIONS = 3.0
+"""Standard deviations of what requests will sample, above the mean, that are kept free for them."""
 _LENGTHS = 256
-"""Actions whose lengths are remembered."""
+"""Actions, and episodes, whose lengths are remembered."""
 _READ_SECONDS = 1.0
 """Seconds between two readings of the metrics."""
 _CHECK_SECONDS = 0.1
@@ -106,30 +112,42 @@ class Room:
     since: float = 0.0
     """When its sampling began or ended."""
 
+    def length(self, size: int, shared: float, sampled: float) -> tuple[float, float]:
+        """Returns its share of the cache, in tokens, and the number of its tokens."""
+        prompt = len(self.prompt_ids)
+        used = size * len(self.blocks) * shared + prompt % size + sampled
+        return used + size / 2, prompt + sampled  # its last block is half full on average
+
 
 class _Lengths:
-    """The lengths and the speed of the last actions."""
+    """The last lengths, in tokens."""
 
     def __init__(self) -> None:
         self._last: deque[int] = deque(maxlen=_LENGTHS)
         self._sorted: list[int] = []
-        self._sums: list[int] = []
-        self.seconds = self.rate = 0.0
-        """Mean duration of an action; tokens a second."""
+        self._sums: list[tuple[int, int]] = []
+        """Of the n longest: their sum and that of their squares."""
 
-    def add(self, tokens: int, seconds: float) -> None:
-        new = 1.0 / min(len(self._last) + 1, 32)
-        self.seconds += new * (seconds - self.seconds)
-        self.rate += new * (tokens / max(seconds, 1e-6) - self.rate)
+    def add(self, tokens: int) -> None:
         self._last.append(tokens)
         self._sorted = sorted(self._last)
-        self._sums = list(accumulate(reversed(self._sorted)))
+        longest = self._sorted[::-1]
+        squares = accumulate(n * n for n in longest)
+        self._sums = list(zip(accumulate(longest), squares, strict=True))
 
-    def remaining(self, sampled: float, most: int) -> float:
-        """Returns how many tokens follow, by the mean of the actions that were longer."""
-        longer = len(self._sorted) - bisect_right(self._sorted, sampled)
-        expected = self._sums[longer - 1] / longer if longer else most
-        return max(min(expected, most) - sampled, 0.0)
+    def remaining(self, tokens: float, most: float) -> tuple[float, float]:
+        """Returns mean and variance of what follows, by the lengths that were longer.
+
+        Args:
+            tokens: The length so far.
+            most: The result if none was longer.
+        """
+        longer = len(self._sorted) - bisect_right(self._sorted, tokens)
+        if not longer:
+            return max(most, 0.0), 0.0
+        total, squares = self._sums[longer - 1]
+        mean = total / longer
+        return mean - tokens, max(squares / longer - mean * mean, 0.0)
 
 
 class _Cache:
@@ -170,31 +188,35 @@ class _Cache:
         foreign = metrics.running - mine
         self.others = metrics.usage * foreign / metrics.running if foreign > 0 else 0.0
 
-    def fits(self, room: Room, is_new: bool, lengths: _Lengths) -> bool:
+    def fits(self, room: Room, is_new: bool, limit: CacheLimit) -> bool:
         """Returns whether a request fits beside those that run; a first one always does."""
         metrics = self.metrics
         if metrics is None or not self.running:
             return self.is_known
-        if is_new and metrics.waiting and metrics.usage > _SOFT:
+        if is_new and metrics.waiting and metrics.usage > _FULL:
             return False
         size, now = metrics.block_size, time.monotonic()
-        fresh = len(room.prompt_ids) - size * sum(block in self._blocks for block in room.blocks)
+        space = (self.budget - self.others) * size * metrics.blocks
         shared = len(self._blocks) / max(1, self._blocks.total())
-        sequences = [(float(fresh + size), lengths.remaining(0, room.max_tokens))]
+        own = len(room.prompt_ids) - size * sum(block in self._blocks for block in room.blocks)
+        lengths = [(own + size / 2, float(len(room.prompt_ids)))]
+        sampled = {room: 0.0}
         for other in self.running:
-            sampled = min(lengths.rate * (now - other.since), other.max_tokens)
-            held = size * len(other.blocks) * shared + len(other.prompt_ids) % size
-            remaining = lengths.remaining(sampled, other.max_tokens)
-            sequences.append((held + sampled + size, remaining))
-        held, peak = 0.0, 0.0
-        for n, (used, remaining) in enumerate(sorted(sequences, key=lambda each: -each[1]), 1):
-            held += used
-            peak = max(peak, held + n * remaining)  # when it ends, those before it still run
-        if is_new:  # an environment that is slower than an action has to wait for its cache
-            warm = [r for r in self.idle.values() if now - r.since < lengths.seconds]
-            peak += sum(size * len(r.blocks) * shared for r in warm)
-        share = (_SOFT if is_new else _HARD) * self.budget - self.others
-        return peak <= share * size * metrics.blocks
+            sampled[other] = min(limit.rate * (now - other.since), other.max_tokens)
+            lengths.append(other.length(size, shared, sampled[other]))
+        mean = variance = 0.0
+        for each, tokens in sampled.items():
+            most = each.max_tokens - tokens
+            more, spread = limit.actions.remaining(tokens, most)
+            mean, variance = mean + min(more, most), variance + spread
+        if sum(used for used, _ in lengths) + mean + _DEVIATIONS * math.sqrt(variance) > space:
+            return False
+        if not is_new:
+            return True
+        # an environment that is slower than an action has to wait for its cache
+        warm = (other for other in self.idle.values() if now - other.since < limit.seconds)
+        lengths += [other.length(size, shared, other.tokens) for other in warm]
+        return limit.peak(lengths, room.max_tokens) <= space
 
 
 class CacheLimit:
@@ -208,7 +230,10 @@ class CacheLimit:
     def __init__(self, read: Callable[[Any], Awaitable[str]], share: float = 1.0) -> None:
         self._read, self._share = read, share
         self._caches: dict[Any, _Cache] = {}
-        self._lengths = _Lengths()
+        self.actions, self.episodes = _Lengths(), _Lengths()
+        self.seconds = self.rate = 0.0
+        """Mean duration of an action; tokens a second."""
+        self._ended = 0
         self._waiting: list[tuple[Room, Callable[[], Sequence[Any]], asyncio.Future[Any]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._checking: asyncio.Future[None] | None = None
@@ -250,6 +275,7 @@ class CacheLimit:
         for cache in self._caches.values():
             if idle := cache.idle.pop(session, None):
                 cache.remove(idle)
+                self.episodes.add(len(idle.prompt_ids) + idle.tokens)
         self._admit()
 
     def updated(self) -> None:
@@ -260,6 +286,24 @@ class CacheLimit:
     def metrics(self) -> dict[str, float]:
         """Returns the metrics since the start."""
         return {"rollout/preemptions": sum(c.preemptions for c in self._caches.values())}
+
+    def peak(self, lengths: Sequence[tuple[float, float]], max_tokens: int) -> float:
+        """Returns the most tokens that episodes will have in the cache at once.
+
+        Args:
+            lengths: `Room.length` of each.
+            max_tokens: How much one grows at least that is longer than all that have ended.
+        """
+        longest = max(total for _, total in lengths)
+        rest = [
+            (self.episodes.remaining(total, max(max_tokens, longest - total))[0], used)
+            for used, total in lengths
+        ]
+        held = peak = 0.0
+        for n, (remaining, used) in enumerate(sorted(rest, reverse=True), 1):
+            held += used
+            peak = max(peak, held + n * remaining)  # when it ends, those before it still run
+        return peak
 
     def _admit(self) -> None:
         """Admits what fits, in order, episodes under way first."""
@@ -296,7 +340,7 @@ class CacheLimit:
         for copy, cache in sorted(caches, key=lambda each: len(each[1].running)):
             if cache.metrics is not None:
                 room.blocks = _blocks(room.prompt_ids, cache.metrics.block_size)
-            if cache.fits(room, is_new, self._lengths):
+            if cache.fits(room, is_new, self):
                 return copy
         return None
 
@@ -313,12 +357,18 @@ class CacheLimit:
         cache, now = self._caches[room.copy], time.monotonic()
         cache.running.discard(room)
         if room.tokens:
-            self._lengths.add(room.tokens, now - room.since)
+            self._ended += 1
+            new, seconds = 1.0 / min(self._ended, 32), now - room.since
+            self.seconds += new * (seconds - self.seconds)
+            self.rate += new * (room.tokens / max(seconds, 1e-6) - self.rate)
+            self.actions.add(room.tokens)
         room.since = now
         if keep and room.tokens:
             cache.idle[room.session] = room
-        else:
-            cache.remove(room)
+            return
+        cache.remove(room)
+        if room.tokens:  # an episode of its own
+            self.episodes.add(len(room.prompt_ids) + room.tokens)
 
     async def _refresh(self, copies: Callable[[], Sequence[Any]]) -> None:
         """Reads the metrics of the copies that were not read for some time."""
