@@ -182,8 +182,22 @@ def test_the_certificate_of_bfcl():
 
 
 @pytest.mark.suites("agentdojo")
+@pytest.mark.parametrize("suite", ["slack", "travel", "workspace"])
+def test_the_certificate_of_agentdojo(suite):
+    from gspo_env.audit import audit
+
+    kwargs = {"suite": suite}
+    result = audit("gspo/AgentDojo-v0", tasks=6, train=0, max_turns=30, env_kwargs=kwargs)
+    shares = {row.name: row.share for row in result.rows}
+    assert shares["expert (gold)"] == 1
+    assert (shares["empty"], shares["echo"], shares["random calls"]) == (0, 0, 0)
+    assert [str(f) for f in result.findings if not f.ok and f.name == "repeats"] == []
+
+
+@pytest.mark.suites("agentdojo")
 @pytest.mark.parametrize(
-    ("suite", "tasks", "free"), [("banking", 16, 5), ("slack", 21, 0), ("travel", 20, 0)]
+    ("suite", "tasks", "free"),
+    [("banking", 16, 5), ("slack", 21, 0), ("travel", 20, 0), ("workspace", 40, 0)],
 )
 def test_the_gold_of_agentdojo_replays_and_free_tasks_are_left_out(suite, tasks, free):
     env = make_env("gspo/AgentDojo-v0", suite=suite, exclude_free=False)
@@ -191,6 +205,17 @@ def test_the_gold_of_agentdojo_replays_and_free_tasks_are_left_out(suite, tasks,
     rows = [Task(env_id="x", seed=0, options={"row": n}) for n in range(tasks)]
     assert all(play_now(env, row, demonstrator()).success for row in rows)
     assert make_env("gspo/AgentDojo-v0", suite=suite).unwrapped.num_tasks == tasks - free
+
+
+@pytest.mark.suites("agentdojo")
+@pytest.mark.parametrize(("suite", "rows"), [("workspace", (22, 24, 28)), ("travel", (3, 4))])
+def test_what_a_tool_of_agentdojo_writes_does_not_have_the_time_of_the_clock(suite, rows):
+    env = make_env("gspo/AgentDojo-v0", suite=suite)
+    for row in rows:
+        task = Task(env_id="x", seed=0, options={"row": row})
+        first, second = (play_now(env, task, demonstrator()) for _ in range(2))
+        assert first.success
+        assert [t.observation for t in first.turns] == [t.observation for t in second.turns]
 
 
 @pytest.mark.suites("agentdojo")
