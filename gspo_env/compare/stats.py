@@ -149,7 +149,8 @@ def sequential_test(
     As in `paired_permutation_test`, signs are exchanged within pairs. The looks share the level in
     proportion to their pairs: what earlier looks could have decided is taken from later ones, so
     the probability that any look decides wrongly is at most the level. The test is exact up to 16
-    pairs; of more, it draws 2**16 exchanges, the same ones at each look.
+    pairs; of more, it draws 2**16 exchanges, the same ones at each look. The usual boundaries are
+    those of normal sums, which the first look at 4 pairs does not have.
 
     Args:
         differences: Those of the pairs that are there, at least as many as at the first look.
