@@ -48,7 +48,13 @@ def drawn(**changes):
 def talks(**changes):
     """The settings of a run of `talk.py`, which has a checkpoint after each step."""
     settings = Config.from_recipe(
-        Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_learning_rate=1e-2),
+        Tiny(
+            hidden_size=32,
+            demonstrations=64,
+            imitation_steps=40,
+            imitation_batch=8,
+            imitation_learning_rate=1e-2,
+        ),
         env="talk.py:Talk",
         steps=4,
         tasks_per_step=3,
