@@ -6,7 +6,7 @@ Axis letters: N model tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ def predict(
     temperature: float = 1.0,
     *,
     entropy: bool = False,
-    marks: Sequence[int] = (),
+    marks_K: Tensor | None = None,
 ) -> Predictions:
     """Computes predictions from hidden states, a chunk of tokens at a time.
 
@@ -71,14 +71,19 @@ def predict(
     """
     apply: Any = _Head.apply
     logprobs_N, entropy_N, top1_N, marks_N = apply(
-        hidden_ND, weight_VD, bias_V, target_N, temperature, target_N.new_tensor(marks)
+        hidden_ND,
+        weight_VD,
+        bias_V,
+        target_N,
+        temperature,
+        target_N[:0] if marks_K is None else marks_K,
     )
     entropy_N = entropy_N if entropy else entropy_N.detach()
     return Predictions(logprobs_N=logprobs_N, entropy_N=entropy_N, top1_N=top1_N, marks_N=marks_N)
 
 
 def predict_from_logits(
-    logits_NV: Tensor, target_N: Tensor, temperature: float, entropy: bool, marks: Sequence[int]
+    logits_NV: Tensor, target_N: Tensor, temperature: float, *, entropy: bool, marks_K: Tensor
 ) -> Predictions:
     """Computes predictions from logits, for heads that are more than one linear layer."""
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
@@ -87,7 +92,6 @@ def predict_from_logits(
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
     top1_N = logprobs_NV.argmax(-1) == target_N
     logprobs_N = logprobs_NV.gather(-1, target_N[:, None])[:, 0]
-    marks_K = target_N.new_tensor(marks)
     marks_N = _others(logprobs_NV.detach()[:, marks_K].exp(), target_N, marks_K)
     return Predictions(logprobs_N=logprobs_N, entropy_N=entropy_N, top1_N=top1_N, marks_N=marks_N)
 

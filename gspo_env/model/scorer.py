@@ -53,7 +53,8 @@ class Scorer:
         self.model, self.temperature = model, temperature
         self.head, self._body = head.linear_head(model, packed), head.body_of(model)
         self._ids = head.usable_ids(model)
-        self._marks = head.mark_ids(model)
+        marks = [i for i in head.mark_ids(model) if i < self._ids]
+        self._marks = torch.tensor(marks, dtype=torch.long, device=next(model.parameters()).device)
         # without a linear head, a batch would have logits of every token in memory
         apart = self._run_alone if not padded or self.head is None else self._run_padded
         self._run = self._run_packed if packed else apart
@@ -75,7 +76,8 @@ class Scorer:
         if batch.distinct_M is not None:
             target_M = target_M[batch.distinct_M]
         states, router_logits = self._run(batch, {"output_router_logits": True} if routers else {})
-        options: dict[str, Any] = {"entropy": entropy, "marks": self._marks}
+        marks_K = self._marks.to(target_M.device)
+        options: dict[str, Any] = {"entropy": entropy, "marks_K": marks_K}
         if self.head is None:
             predictions = head.predict_from_logits(
                 states[:, : self._ids], target_M, self.temperature, **options

@@ -17,11 +17,11 @@ NAME, MARKS = "train/control_token_probability", [7, 31, 150]
 
 def test_the_probability_of_marks_is_the_hand_worked_one_in_chunks_and_whole(monkeypatch):
     chance_NV = torch.tensor([[4, 2, 1, 1], [1, 1, 4, 2]], dtype=torch.float64) / 8
-    eye, targets = torch.eye(4).double(), torch.tensor([0, 1])
+    eye, targets, marks = torch.eye(4).double(), torch.tensor([0, 1]), torch.tensor([1, 3])
     expected = torch.tensor([3 / 8, 2 / 8]).double()  # the second sampled one of them
     monkeypatch.setitem(head._CHUNK, "cpu", 4)
-    chunks = head.predict(chance_NV.log(), eye, None, targets, marks=(1, 3))
-    whole = head.predict_from_logits(chance_NV.log(), targets, 1.0, False, (1, 3))
+    chunks = head.predict(chance_NV.log(), eye, None, targets, marks_K=marks)
+    whole = head.predict_from_logits(chance_NV.log(), targets, 1.0, entropy=False, marks_K=marks)
     for predictions in (chunks, whole):
         torch.testing.assert_close(predictions.marks_N, expected)
     assert not head.predict(chance_NV.log(), eye, None, targets).marks_N.any()

@@ -43,7 +43,9 @@ def both(count, vocabulary, temperature, bias, seed=0, dtype=torch.float64, entr
             output = head.predict(given[0], given[1], b, target, temperature, entropy=entropy)
         else:
             logits = nn.functional.linear(given[0], given[1], b)
-            output = head.predict_from_logits(logits, target, temperature, entropy, ())
+            output = head.predict_from_logits(
+                logits, target, temperature, entropy=entropy, marks_K=target[:0]
+            )
         total = (output.logprobs_N * weights).sum()
         (total + (output.entropy_N * weights.flip(0)).sum() * entropy).backward()
         assert output.entropy_N.requires_grad == entropy
