@@ -158,6 +158,9 @@ class TextEnv(gymnasium.Env[str, str]):
     """With `blocking = False`: whether `step` or `reset` calls functions that may hang, such as
     rewards. They then run in a thread for which the event loop waits, and have the time of an
     episode. Otherwise nothing can end a call on the event loop, and the log names its line."""
+    max_copies: int | None = None
+    """Copies that one process plays at once, such as those that have a container each; episodes
+    wait for one, without losing time of their own. By default `rollout.concurrency`."""
     gives_outcome: bool = False
     """Whether finished episodes have an `episodic_reward`. Then an episode that the rollout cut has
     `outcome_if_cut`, else the sum of its rewards."""

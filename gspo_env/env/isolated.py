@@ -41,7 +41,7 @@ _LOOK_SECONDS = 0.5
 DECLARED = (
     *("system_prompt", "tools", "gives_outcome", "gives_reward", "outcome_if_cut", "credit_score"),
     *("takes_cut_actions", "max_turns", "num_tasks", "num_eval_tasks", "max_calls_per_turn"),
-    *("rewards_by_agent", "expert_solves"),
+    *("rewards_by_agent", "expert_solves", "max_copies"),
 )
 """Values of an environment that its process sends with each `reset`."""
 FORWARDED = ("expert_action", "abandon", "group_reward", "snapshot", "restore")

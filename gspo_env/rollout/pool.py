@@ -90,6 +90,8 @@ class EnvPool:
     _seats: dict[int, _Seat] = field(default_factory=dict)
     _closing: list[Future[Any]] = field(default_factory=list)
     """The calls of `close` that may still run."""
+    _places: asyncio.Semaphore | None = None
+    """As many as environments may be lent at once, if they limit it."""
     _stuck: list[EnvThread] = field(default_factory=list)
     """Threads that have not returned from a call."""
 
@@ -120,17 +122,21 @@ class EnvPool:
             EnvironmentFailed: A new one could not be made, or its use failed.
             RolloutError: More than `max_stuck` threads hang.
         """
-        env = await self._acquire(timeout)
-        try:
-            yield env
-        except EnvironmentFailed as failure:
-            self._discard(env, stuck=failure.fault.reason is StopReason.ENV_TIMEOUT)
-            raise
-        except BaseException:
-            with contextlib.suppress(RolloutError):  # the next failure reports that too many hang
-                self._discard(env, stuck=True)
-            raise
-        self._idle.append(env)
+        await self._make_first(timeout)
+        async with self._places or contextlib.nullcontext():
+            env = self._idle.pop() if self._idle else await self._new(timeout)
+            try:
+                yield env
+            except EnvironmentFailed as failure:
+                self._discard(env, stuck=failure.fault.reason is StopReason.ENV_TIMEOUT)
+                raise
+            except BaseException:
+                with contextlib.suppress(
+                    RolloutError
+                ):  # the next failure reports that too many hang
+                    self._discard(env, stuck=True)
+                raise
+            self._idle.append(env)
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a method of an environment, or a function with an environment as first argument.
@@ -206,16 +212,16 @@ class EnvPool:
         self._closing.clear()
         self.faults.summarise()
 
-    async def _acquire(self, timeout: float | None) -> TextEnvironment:
+    async def _make_first(self, timeout: float | None) -> None:
+        """Makes the first environment, which says what holds for all, or waits until it is made."""
         if self.sample is None and self._first is None:
             self._first = asyncio.Event()
             try:
-                return await self._new(timeout)
+                self._idle.append(await self._new(timeout))
             finally:
                 self._first.set()
         if self.sample is None and self._first is not None:
             await self._first.wait()
-        return self._idle.pop() if self._idle else await self._new(timeout)
 
     async def _new(self, timeout: float | None) -> TextEnvironment:
         async with limited("__init__()", None if self.isolated else timeout):
@@ -243,6 +249,8 @@ class EnvPool:
 
     def _read(self, env: TextEnvironment) -> None:
         self.sample = env
+        if most := attribute(env, "max_copies", None):
+            self._places = asyncio.Semaphore(most)
         is_async = has_async(type(env.unwrapped), attribute(env, "tools", ()))
         if self.blocking is None and not is_async:
             self.blocking = attribute(env, "blocking", None)

@@ -108,6 +108,8 @@ class Containers:
     """Size of standard output and of standard error of one command."""
     read_only: bool = True
     """False makes the whole root writable, without a limit on the disk that it takes."""
+    at_once: int = 32
+    """Containers that the episodes of one process have at once; others wait."""
     user: str = ""
     """User of the commands; by default an unused id for each container."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+import time
 from dataclasses import replace
 from decimal import Decimal
 from typing import ClassVar
@@ -276,3 +277,47 @@ def test_the_tools_of_a_dataset_have_the_limit_of_its_rewards(chat):
 def as_text(number: int) -> str:
     """Write a number."""
     return str(number)
+
+
+class Counted(Cut):
+    """Counts the copies that play at the same time."""
+
+    blocking = True
+    playing: ClassVar[list[int]] = []
+    most = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.playing.append(self.number)
+        type(self).most = max(self.most, len(self.playing))
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        time.sleep(0.01)
+        if action == "raise":
+            self.playing.remove(self.number)
+            raise ValueError("a fault")
+        return "on", 1.0, False, False, {}
+
+    def abandon(self):
+        self.playing.remove(self.number)
+
+
+@pytest.mark.parametrize(("limit", "most"), [(1, 1), (2, 2), (None, 6)])
+@pytest.mark.parametrize("known", [False, True])
+def test_no_more_copies_play_at_once_than_an_environment_declares(limit, most, known):
+    make = type("Few", (Counted,), {"max_copies": limit, "playing": [], "most": 0})
+    pool = EnvPool(make, make() if known else None, close_timeout=1.0)
+    actions = [["on", "on"], ["raise"], ["on", "on"], ["raise"], ["on"], ["on", "raise"]]
+
+    async def play_all():
+        players = [
+            play_pooled(pool, TASKS[0], lambda now, a=a: a[now.turn], timeout=9.0, max_turns=len(a))
+            for a in actions
+        ]
+        return await asyncio.gather(*players)
+
+    episodes = asyncio.run(play_all())
+    pool.close()
+    assert [e.failed for e in episodes] == ["raise" in a for a in actions]
+    assert 1 <= make.most <= most
+    assert not make.playing

@@ -33,6 +33,7 @@ class ScienceWorldEnv(JavaGameEnv):
 
     interface = "scienceworld.runtime.pythonapi.PythonInterface"
     shares = False  # games of a process draw from one generator
+    max_copies = 8  # so many processes of Java
     # without it, the order in which objects are listed and met differs from process to process
     java_options = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 

@@ -116,6 +116,8 @@ class HarborEnv(ToolEnv):
         with without_limit():
             self._places = {task: prepare(task, *options) for task in [*tasks, *(other or [])]}
         self.num_tasks, self.num_eval_tasks = len(self._rows), self._rows.num_held_out
+        place = next(iter(self._places.values()))
+        self.max_copies = getattr(place.box, "at_once", None)  # a jail costs little
         self.partial, self.command_seconds, self.output = partial, command_seconds, output
         self._session: SandboxSession | None = None
 

@@ -129,7 +129,8 @@ class ProgramEnv(TextEnv):
             if not (isinstance(value, (int, float)) and 0 < value < math.inf):
                 raise ConfigError(f"Program: {name} is {value!r}, expected seconds above 0.")
         self.timeout, self.silence, self.success_from = timeout, silence, success
-        self._start = _read_program(program, command, dict(env or {}), sandbox)
+        self._start, box = _read_program(program, command, dict(env or {}), sandbox)
+        self.max_copies = getattr(box, "at_once", None)
         self._ends = _read_ends(ends)
         check_success("Program", success)
         self.rewards = Rewards("Program", rewards, weights)
@@ -332,8 +333,8 @@ def _read_program(
     command: Sequence[str],
     variables: dict[str, str],
     sandbox: bool | str | Mapping[str, Any],
-) -> Callable[..., Callable[[], None]]:
-    """Returns what starts the program, given a task, a session and an inbox.
+) -> tuple[Callable[..., Callable[[], None]], Any]:
+    """Returns what starts the program, given a task, a session and an inbox, and its sandbox.
 
     Raises:
         ConfigError: There is not exactly one program, it does not take the address, or it cannot
@@ -351,7 +352,7 @@ def _read_program(
         box = None
         if sandbox is not False:
             box, command = read_sandbox(sandbox, command)
-        return partial(start_command, tuple(command), box, variables=variables)
+        return partial(start_command, tuple(command), box, variables=variables), box
     if sandbox is not False or variables:
         raise ConfigError(
             f"Program: sandbox is {sandbox!r} and env {sorted(variables)}; expected neither, "
@@ -366,7 +367,7 @@ def _read_program(
             f"Program: {name} cannot be called as {name}(task, base_url=..., api_key=...): {error}"
             "; add these parameters, for its client: OpenAI(base_url=base_url, api_key=api_key)."
         ) from error
-    return partial(start_function, function)
+    return partial(start_function, function), None
 
 
 def _read_ends(ends: Sequence[str | int]) -> tuple[str | int, ...]:

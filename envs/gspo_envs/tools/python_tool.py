@@ -83,6 +83,7 @@ class PythonToolEnv(AnswerEnv):
             sandbox = read_containers(sandbox, "PythonTool: sandbox")
         self.sandbox: Any = sandbox or Sandbox(seconds=10.0, cpu_seconds=2)
         self.sandbox.check()
+        self.max_copies = getattr(self.sandbox, "at_once", None)
         self.early_answer = early_answer
 
     def draw(self, options: dict[str, Any]) -> str:

@@ -119,7 +119,7 @@ class SQLEnv(AnswerEnv):
 
             self._box = read_containers(sandbox, "SQL: sandbox", output_kib=1024)
             self._box.check()
-            self.blocking = True
+            self.blocking, self.max_copies = True, self._box.at_once
 
     def blocks(self, action: str) -> bool:
         """Returns whether a query of the action may take long."""

@@ -176,6 +176,10 @@ class MCPEnv(MCPTools, DatasetEnv):
         super().__init__(data, max_turns=max_turns, **dataset)
         self.mcp_servers, self.mcp_session = servers, session
         self.mcp_sandbox = sandbox
+        if sandbox is not None:
+            from gspo_env.sandbox.containers import read_containers
+
+            self.max_copies = read_containers(sandbox, "MCP: sandbox").at_once
         self.mcp_only, self.mcp_timeout, self.max_calls_per_turn = only, timeout, calls
         self.blocking = True
 
