@@ -397,12 +397,41 @@ def test_no_command_of_textworld_reaches_the_interpreter_and_writes_a_file(tmp_p
         ({"game": "chess"}, "expected one of simple, coin_collector"),
         ({"params": "--level five"}, "params is '--level five'.*invalid int.*expected .*--level"),
         ({"params": "--rooms 3"}, "params is '--rooms 3'"),
-        ({"games": 0}, "games is 0, expected at least 1"),
+        ({"games": 0}, "games is 0, expected 1 to 20000"),
+        ({"games": 20001}, "games is 20001, expected 1 to 20000"),  # they would evaluate too
     ],
 )
 def test_options_that_textworld_cannot_take_are_refused_when_it_is_made(kwargs, reason):
     with pytest.raises(ConfigError, match=reason):
         make_env("gspo/TextWorld-v0", **kwargs)
+
+
+@pytest.mark.suites("textworld")
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"params": "--level 301"}, "params is '--level 301'.*within .1-300."),
+        ({"game": "treasure_hunter", "params": "--level 0"}, "params is '--level 0'.*within"),
+    ],
+)
+def test_a_level_that_the_maker_of_textworld_does_not_have_is_refused_at_the_reset(kwargs, reason):
+    env = make_env("gspo/TextWorld-v0", **kwargs)
+    with pytest.raises(ConfigError, match=reason):
+        env.reset(seed=0)
+    env.close()
+
+
+@pytest.mark.suites("textworld")
+@pytest.mark.parametrize("params", ["--split valid", "--split=valid"])
+def test_a_split_of_textworlds_cooking_that_the_user_names_holds_for_both_kinds_of_seeds(params):
+    named, ours = (
+        make_env("gspo/TextWorld-v0", game="cooking", params=f"--recipe 2 {each}", games=2)
+        for each in (params, "")
+    )
+    for seed in (0, 10**9):
+        assert named.reset(seed=seed)[0] != ours.reset(seed=seed)[0]
+    named.close()
+    ours.close()
 
 
 def java_of(env):

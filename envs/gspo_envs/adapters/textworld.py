@@ -27,6 +27,8 @@ _LOCK = threading.Lock()
 _load = functools.partial(load, package="TextWorld", extra="textworld")
 _folder = functools.cache(lambda: PrivateFolder("gspo-textworld-"))
 """Holds the compiled games of this process."""
+_FIRST_TEST = 20_000
+"""The first seed that evaluates."""
 _META = {"save", "restore", "script", "transcrip", "restart", "quit", "q", "undo"}
 """Commands to the interpreter, some of which write files; it reads nine letters of a word."""
 
@@ -39,12 +41,12 @@ class TextWorldEnv(TextGameEnv):
     Args:
         game: The maker, one of `GAMES`.
         params: Its options as for `tw-make`, such as "--level 10"; by default those of `GAMES`.
-        games: Seeds to train on, and as many others to evaluate.
+        games: Seeds to train on, and as many others to evaluate; at most 20,000.
         show_actions: See `TextGameEnv`.
         max_turns: Turns before the episode is truncated.
 
     Raises:
-        ConfigError: The game is unknown, or its maker rejects the options.
+        ConfigError: The game is unknown, or its maker rejects the options, some only at a reset.
         MissingExtraError: TextWorld is not installed.
     """
 
@@ -61,14 +63,14 @@ class TextWorldEnv(TextGameEnv):
     ) -> None:
         """Reads the options."""
         check_choice("TextWorld: game", game, tuple(GAMES))
-        if games < 1:
-            raise ConfigError(f"TextWorld: games is {games}, expected at least 1.")
+        if not 1 <= games <= _FIRST_TEST:
+            raise ConfigError(f"TextWorld: games is {games}, expected 1 to {_FIRST_TEST}.")
         self._world, self._make = _load("textworld"), _load("textworld.challenges").CHALLENGES
-        self._name = game
+        self._name, self._params = game, params
         self._options = {split: self._read(params, split) for split in ("train", "test")}
         rows = [
             [{"game": game, "split": split, "seed": first + n} for n in range(games)]
-            for split, first in (("train", 0), ("test", 20000))
+            for split, first in (("train", 0), ("test", _FIRST_TEST))
         ]
         super().__init__(*rows, show_actions=show_actions, max_turns=max_turns)
 
@@ -109,8 +111,8 @@ class TextWorldEnv(TextGameEnv):
         """Returns the options of the maker."""
         parser = argparse.ArgumentParser(exit_on_error=False, add_help=False)
         self._make[f"tw-{self._name}"][2](parser)
-        words = (params or GAMES[self._name]).split()
-        words += ["--split", split] * (self._name == "cooking" and "--split" not in words)
+        words = ["--split", split] * (self._name == "cooking")  # unless `params` has another one
+        words += (params or GAMES[self._name]).split()
         try:
             return vars(parser.parse_args(words))
         except (argparse.ArgumentError, SystemExit) as error:
@@ -128,9 +130,11 @@ class TextWorldEnv(TextGameEnv):
         path = _folder().path / f"{key}.z8"
         if not path.exists():
             options.path = str(path)
-            self._world.generator.compile_game(
-                self._make[f"tw-{self._name}"][1](settings, options), options
-            )
+            try:
+                game = self._make[f"tw-{self._name}"][1](settings, options)
+            except ValueError as error:
+                raise ConfigError(f"TextWorld: params is {self._params!r}: {error}") from error
+            self._world.generator.compile_game(game, options)
         return str(path)
 
     def _screen(self, text: str) -> Screen:
