@@ -181,13 +181,22 @@ def test_the_certificate_of_bfcl():
     assert check_env("gspo/BFCL-v0").demonstrated == (True, True)
 
 
-@pytest.mark.suites("agentdojo")
-@pytest.mark.parametrize("suite", ["slack", "travel", "workspace"])
-def test_the_certificate_of_agentdojo(suite):
+@pytest.mark.parametrize(
+    ("env_id", "kwargs", "tasks"),
+    [
+        pytest.param(f"gspo/{name}-v0", {key: value}, tasks, marks=pytest.mark.suites(wheel))
+        for name, wheel, tasks, key, values in (
+            ("AgentDojo", "agentdojo", 6, "suite", ("slack", "travel", "workspace")),
+            ("Tau2", "inspect_evals", 3, "domain", ("telecom",)),
+        )
+        for value in values
+    ],
+)
+def test_the_certificate_of_a_suite(env_id, kwargs, tasks):
     from gspo_env.audit import audit
 
-    kwargs = {"suite": suite}
-    result = audit("gspo/AgentDojo-v0", tasks=6, train=0, max_turns=30, env_kwargs=kwargs)
+    limits = {"max_turns": 30, "timeout": 600}
+    result = audit(env_id, tasks=tasks, train=0, env_kwargs=kwargs, **limits)
     shares = {row.name: row.share for row in result.rows}
     assert shares["expert (gold)"] == 1
     assert (shares["empty"], shares["echo"], shares["random calls"]) == (0, 0, 0)
