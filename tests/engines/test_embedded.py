@@ -354,4 +354,4 @@ def test_a_large_cache_takes_the_place_of_memory_that_an_update_has_freed(wide, 
         return held, resident(), last
 
     held, after, _ = asyncio.run(play())
-    assert after - held < 0.5 * 64 * 404 * 16384
+    assert after - held < 0.8 * 64 * 404 * 16384  # all of it if nothing was returned
