@@ -112,18 +112,25 @@ libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, cty
 libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 print(libc.prctl(41, 0, 0, 0, 0), libc.prctl(42, 0, 0, 0, 0))
 size = 1 << 21
-block = libc.mmap(None, 2 * size, 3, 0x22, -1, 0)
-place = (block + size - 1) // size * size
-libc.madvise(place, size, 14)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-ctypes.memset(place, 1, size)
-print("huge" if resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100 else "small")
+pages = []
+for _ in range(16):  # the memory may have no huge page free for some
+    block = libc.mmap(None, 2 * size, 3, 0x22, -1, 0)
+    place = (block + size - 1) // size * size
+    libc.madvise(place, size, 14)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    ctypes.memset(place, 1, size)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    pages.append("huge" if after - before < 100 else "small")
+print(min(pages))
 """
 
 
 def test_a_small_mapping_cannot_hold_a_huge_page():
     """A huge page of which all but 4 KiB is unmapped stays in memory: 2 MiB that count as 4 KiB."""
-    assert outside(HUGE_PAGES).startswith("0 0\n")  # it has one if the machine has one free
+    without = outside(HUGE_PAGES).splitlines()
+    assert without[0] == "0 0"
+    if "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        assert without[1] == "huge"
     assert inside(HUGE_PAGES).stdout == "-1 1\nsmall\n"
 
 
