@@ -787,6 +787,9 @@ class Credit:
             std = math.sqrt(((pool - pool.mean()) ** 2).sum() / n)
             self._times(1 / std if std >= TINY else 0.0)
         rms = math.sqrt((self._pool(records) ** 2).mean())
+        if self.name == "distillation" and wanted and TINY <= rms <= self.bound:  # noise, or not
+            self.rows, self.size = dict.fromkeys(self.rows), wanted
+            return
         if wanted and rms >= TINY:
             self._times(wanted / rms)
             rms = wanted
