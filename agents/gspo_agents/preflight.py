@@ -248,8 +248,8 @@ def estimate(agent: GSPOAgent, demonstrations: Sequence[Episode]) -> Estimate:
         rows = {"memory": text, "run": f"not known; measuring it takes more than {_LIMIT:g} s"}
         unknown = Estimate(lengths=lengths, more=more, rows=rows, seconds=0.0, tight=tight)
         measuring = _measure_engine(engine, int(lengths.prompt), few.rollout.concurrency, model)
-        left = max(0.0, deadline - time.monotonic())
-        prompt_token, step, decoded_token = loop.run(asyncio.wait_for(measuring, left))
+        seconds = max(0.0, deadline - time.monotonic())
+        prompt_token, step, decoded_token = loop.run(asyncio.wait_for(measuring, seconds))
     except TimeoutError:
         return unknown
     finally:

@@ -84,6 +84,7 @@ _WRONG: dict[str, object] = {"integer": -999_999, "number": -1e9, "array": [], "
 _PHRASE = re.compile(r"'([^'\n]{1,40})'|\"([^\"\n]{1,40})\"|`([^`\n]{1,40})`|([^,;:.?!()\n]{1,40})")
 """What may be a command that a prompt shows: in quotes, or between marks of punctuation."""
 _PHRASES = 24
+_NUMBER = re.compile(r"\d{1,15}")
 Place = int | tuple[str, str]
 """The number of a word, from the end if it is below 0, or the texts before and after the answer."""
 
@@ -117,9 +118,9 @@ class Knowledge:
     @cached_property
     def numbers(self) -> list[str]:
         """The numbers that may be answers: up to 99, and around those that are."""
-        known = [int(text) for text in self.contents if re.fullmatch(r"\d{1,4}", text)]
-        spread = (max(known) - min(known)) // 8 + 1 if known else 0
-        around = range(max(min(known) - spread, 100), max(known) + spread) if known else ()
+        values = [int(text) for text in self.contents if re.fullmatch(r"\d{1,4}", text)]
+        spread = (max(values) - min(values)) // 8 + 1 if values else 0
+        around = range(max(min(values) - spread, 100), max(values) + spread) if values else ()
         return list(map(str, (*range(100), *around)))
 
     @cached_property
@@ -259,8 +260,8 @@ def _constant(now: PolicyInput, attempt: Attempt) -> str:
 
 def _middle(now: PolicyInput, attempt: Attempt) -> str:
     """The median of the answers that are numbers, which is near to most."""
-    known = sorted(int(text) for text in attempt.knowledge.contents if text.isdecimal())
-    return str(known[len(known) // 2]) if known else "5"
+    numbers = sorted(map(int, filter(_NUMBER.fullmatch, attempt.knowledge.contents)))
+    return str(numbers[len(numbers) // 2]) if numbers else "5"
 
 
 def _other_gold(now: PolicyInput, attempt: Attempt) -> str:
@@ -275,8 +276,8 @@ def _opening(now: PolicyInput, attempt: Attempt) -> str:
 
 
 def _candidates(now: PolicyInput, attempt: Attempt) -> str:
-    known = attempt.knowledge
-    every = dict.fromkeys((*known.contents, *attempt.words, *"ABCDE", *known.numbers))
+    knowledge = attempt.knowledge
+    every = dict.fromkeys((*knowledge.contents, *attempt.words, *"ABCDE", *knowledge.numbers))
     return " ".join(every)[: 4 * _LONG]
 
 

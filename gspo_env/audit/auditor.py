@@ -205,10 +205,10 @@ class _Auditor:
             self.score = declared_score(self.env_id, self.env) or auto_score(every)
             solved = [episode for episode in by_name.get(GOLD, ()) if episode.success]
             self.gold = mean(map(self.reward, solved)) if solved else gold
-            found: list[Script] = []
+            winners: list[Script] = []
             if train and not self.solutions and not overrides(self.env, "group_reward"):
-                found, by_name[LEARNED] = self.learned(list(looks.values()), train)
-                by_name[FOUND] = [self.play(t, self.attack(t, found[0])) for t in tasks]
+                winners, by_name[LEARNED] = self.learned(list(looks.values()), train)
+                by_name[FOUND] = [self.play(t, self.attack(t, winners[0])) for t in tasks]
             rows = {name: self.row(name, episodes) for name, episodes in by_name.items()}
             rows |= {
                 name: self.row(name, [e for e in by_name[name] if not replays(e, experts)])
@@ -245,7 +245,7 @@ class _Auditor:
             gold=self.gold,
             tasks=len(tasks),
             facts=self.facts(bool(experts), speed)
-            | ({"the search found": str(found[0])} if found else {})
+            | ({"the search found": str(winners[0])} if winners else {})
             | ({"failed episodes": f"{failures} of {len(episodes)}"} if failures else {}),
             rows=tuple(rows.values()),
             findings=tuple(finding for finding in checks if finding is not None),
@@ -383,9 +383,9 @@ class _Auditor:
         It chooses a script at each turn, by a softmax for each of the first turns; REINFORCE with
         the mean of a batch as the baseline (Williams 1992).
         """
-        found = self.searched(looks, train // 2)
+        winners = self.searched(looks, train // 2)
         tasks = [episode.task for episode in looks]
-        rng, scripts = np.random.default_rng(self.seed), [*ATTACKERS.values(), *found]
+        rng, scripts = np.random.default_rng(self.seed), [*ATTACKERS.values(), *winners]
         logits = np.zeros((_TURNS, len(scripts)))
         for start in range(0, train // 2, _BATCH):
             rewards, gradients = np.zeros(_BATCH), np.zeros((_BATCH, *logits.shape))
@@ -397,7 +397,7 @@ class _Auditor:
             centred = rewards - rewards.mean()
             logits += _STEP / _BATCH * np.tensordot(centred / (centred.std() or 1.0), gradients, 1)
         best = logits.argmax(-1)
-        return found, [self.play(t, self.attack(t, lambda k: scripts[best[k]])) for t in tasks]
+        return winners, [self.play(t, self.attack(t, lambda k: scripts[best[k]])) for t in tasks]
 
     def replayed(self, gold: Sequence[Episode]) -> Finding | None:
         """Whether the expert succeeds."""

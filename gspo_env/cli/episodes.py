@@ -51,8 +51,8 @@ class Episodes:
         records = [*read_episodes(self.folder)]
         trained = _not_held_out(records)
         played = [whole(r) for r in trained if r.turns and r.error is None]
-        chosen = [e for e in played if all(met(figures_of(e)) for met in conditions)]
-        lines = {_said(line): line for episode in reversed(chosen) for line in to_lines(episode)}
+        picks = [e for e in played if all(met(figures_of(e)) for met in conditions)]
+        lines = {_said(line): line for episode in reversed(picks) for line in to_lines(episode)}
         if not lines:
             raise ConfigError(
                 f"none of {len(played)} training episodes that {self.folder!r} has kept meets "
@@ -67,7 +67,7 @@ class Episodes:
         with Path(self.out).open("x", encoding="utf-8") as file:
             file.write(text)
         print(
-            f"episodes       {len(chosen)} of {len(played)}, {len(records) - len(trained)} held out"
+            f"episodes       {len(picks)} of {len(played)}, {len(records) - len(trained)} held out"
         )
         print(f"conversations  {len(lines)} in {self.out}")
 

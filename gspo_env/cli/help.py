@@ -51,14 +51,14 @@ def print_help(name: str, command: type[Any], default: Any, *, whole: bool) -> N
         default: It with the defaults to show.
         whole: Print all settings of a run, and not only the usual ones.
     """
-    own = {field.name for field in dataclasses.fields(command)}
-    short = not whole and "settings" in own
+    fields = {field.name for field in dataclasses.fields(command)}
+    short = not whole and "settings" in fields
     page = io.StringIO() if short else sys.stdout
     with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit):
         prog = f"gspo-env {name}"
         tyro.cli(command, args=["--help"], default=default, prog=prog, registry=_PRIMITIVES)
     if isinstance(page, io.StringIO) and short:
-        flags = {f"--{path.replace('_', '-')}" for path in (*USUAL, *own)}
+        flags = {f"--{path.replace('_', '-')}" for path in (*USUAL, *fields)}
         print(_usual(page.getvalue(), flags))
         print(
             "A section may be left out where no other has the name: --group-size 8.\n"

@@ -15,7 +15,7 @@ from typing import Any
 
 from gspo_env.env.base import TextEnvironment, attribute, overrides
 from gspo_env.env.registration import Member, make_env
-from gspo_env.errors import RolloutError
+from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.rollout.failures import (
     EnvironmentFailed,
     FaultLog,
@@ -131,9 +131,8 @@ class EnvPool:
                 self._discard(env, stuck=failure.fault.reason is StopReason.ENV_TIMEOUT)
                 raise
             except BaseException:
-                with contextlib.suppress(
-                    RolloutError
-                ):  # the next failure reports that too many hang
+                # the next failure reports that too many hang
+                with contextlib.suppress(RolloutError):
                     self._discard(env, stuck=True)
                 raise
             self._idle.append(env)
@@ -249,8 +248,10 @@ class EnvPool:
 
     def _read(self, env: TextEnvironment) -> None:
         self.sample = env
-        if most := attribute(env, "max_copies", None):
-            self._places = asyncio.Semaphore(most)
+        most = attribute(env, "max_copies", None)
+        if most is not None and (type(most) is not int or most < 1):
+            raise EnvironmentContractError(f"max_copies is {most!r}; expected at least 1, or None")
+        self._places = asyncio.Semaphore(most) if most else None
         is_async = has_async(type(env.unwrapped), attribute(env, "tools", ()))
         if self.blocking is None and not is_async:
             self.blocking = attribute(env, "blocking", None)

@@ -229,8 +229,8 @@ class Containers:
         sizes |= {"/tmp": min(disk, share)}
         sizes |= {folders[0]: min(disk, 2 * share)}
         options = "rw,exec,nosuid,nodev,mode=1777"
-        own = ["--image-volume=ignore"] if self.program == "podman" else []
-        options += ",notmpcopyup" if own else ""
+        podman_only = ["--image-volume=ignore"] if self.program == "podman" else []
+        options += ",notmpcopyup" if podman_only else ""
         shared = sizes.pop("/dev/shm")
         return [
             *("--rm", "--pull=never", "--stop-timeout=0", "--network=none", "--cap-drop=ALL"),
@@ -239,7 +239,7 @@ class Containers:
             *(f"--pids-limit={self.processes + 16}", f"--shm-size={shared}k"),
             f"--ulimit=nproc={self.processes}:{self.processes}",
             f"--ulimit=nofile={self.open_files}:{self.open_files}",
-            *("--ulimit=core=0:0", "--user=0:0", *own, *["--read-only"] * self.read_only),
+            *("--ulimit=core=0:0", "--user=0:0", *podman_only, *["--read-only"] * self.read_only),
             *(f"--tmpfs={at}:{options},size={kib}k" for at, kib in sizes.items() if self.read_only),
         ]
 

@@ -15,6 +15,7 @@ from support.scripted_engine import Scripted
 from support.small_env import Small
 
 from gspo_env.env.registration import make_env
+from gspo_env.errors import EnvironmentContractError
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.play import PolicyOutput
 from gspo_env.rollout.pool import EnvPool, play_pooled
@@ -321,3 +322,14 @@ def test_no_more_copies_play_at_once_than_an_environment_declares(limit, most, k
     assert [e.failed for e in episodes] == ["raise" in a for a in actions]
     assert 1 <= make.most <= most
     assert not make.playing
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "two", True])
+def test_a_wrong_limit_of_copies_is_one_sentence(value):
+    make = type("Odd", (Cut,), {"max_copies": value})
+    with pytest.raises(EnvironmentContractError, match=f"max_copies is {value!r}; expected"):
+        EnvPool(make, make())
+    pool = EnvPool(make)
+    episode = asyncio.run(play_pooled(pool, TASKS[0], lambda now: "go", timeout=9.0))
+    pool.close()
+    assert f"max_copies is {value!r}" in episode.ending.fault.message

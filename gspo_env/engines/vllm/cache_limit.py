@@ -198,8 +198,8 @@ class _Cache:
         size, now = metrics.block_size, time.monotonic()
         space = (self.budget - self.others) * size * metrics.blocks
         shared = len(self._blocks) / max(1, self._blocks.total())
-        own = len(room.prompt_ids) - size * sum(block in self._blocks for block in room.blocks)
-        lengths = [(own + size / 2, float(len(room.prompt_ids)))]
+        unshared = len(room.prompt_ids) - size * sum(block in self._blocks for block in room.blocks)
+        lengths = [(unshared + size / 2, float(len(room.prompt_ids)))]
         sampled = {room: 0.0}
         for other in self.running:
             sampled[other] = min(limit.rate * (now - other.since), other.max_tokens)

@@ -478,8 +478,8 @@ def read_completion(server: Server, response: httpx.Response, prefix: str) -> Co
         if choice["finish_reason"] == "abort":  # as a server does when it is stopped
             return "aborted a request"
         spans = [(span["version"], span["start"]) for span in choice["weight_versions"]]
-        own = re.compile(re.escape(prefix) + r"(\d+)")
-        if others := [version for version, _ in spans if not own.fullmatch(version)]:
+        pattern = re.compile(re.escape(prefix) + r"(\d+)")
+        if others := [version for version, _ in spans if not pattern.fullmatch(version)]:
             return f"has the weights {others[0]!r}, which this run did not send"
         return Completion.of(
             choice["token_ids"],

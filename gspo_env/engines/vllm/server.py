@@ -423,9 +423,8 @@ class VLLMServerEngine(ServerRequests):
                     ):
                         return problem
                     call(client, "load_adapter", folder=folder, number=str(server.adapter_id))
-                version = {
-                    "new_version": f"{self.prefix}{self._sent}"
-                }  # for `Completion.weights_versions`
+                # for `Completion.weights_versions`
+                version = {"new_version": f"{self.prefix}{self._sent}"}
                 client.post("/update_weight_version", json=version).raise_for_status()
                 problem = reset_cache(client)
                 if not problem:
