@@ -90,8 +90,10 @@ class EnvPool:
     _seats: dict[int, _Seat] = field(default_factory=dict)
     _closing: list[Future[Any]] = field(default_factory=list)
     """The calls of `close` that may still run."""
-    _places: asyncio.Semaphore | None = None
-    """As many as environments may be lent at once, if they limit it."""
+    _most: int = 1 << 30
+    """How many environments may be lent at once."""
+    _places: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(default_factory=dict)
+    """As many places in each event loop, of which one runs at a time."""
     _stuck: list[EnvThread] = field(default_factory=list)
     """Threads that have not returned from a call."""
 
@@ -123,7 +125,8 @@ class EnvPool:
             RolloutError: More than `max_stuck` threads hang.
         """
         await self._make_first(timeout)
-        async with self._places or contextlib.nullcontext():
+        loop = asyncio.get_running_loop()
+        async with self._places.setdefault(loop, asyncio.Semaphore(self._most)):
             env = self._idle.pop() if self._idle else await self._new(timeout)
             try:
                 yield env
@@ -251,7 +254,7 @@ class EnvPool:
         most = attribute(env, "max_copies", None)
         if most is not None and (type(most) is not int or most < 1):
             raise EnvironmentContractError(f"max_copies is {most!r}; expected at least 1, or None")
-        self._places = asyncio.Semaphore(most) if most else None
+        self._most = most or self._most
         is_async = has_async(type(env.unwrapped), attribute(env, "tools", ()))
         if self.blocking is None and not is_async:
             self.blocking = attribute(env, "blocking", None)
