@@ -56,7 +56,7 @@ def record(folder: Path, config: Config, model: str = "") -> None:
     if not untrusted and not model:
         return
     try:
-        path = _record_path(folder)
+        path = state_file("trained", str(folder.resolve()))
         text = json.dumps(describe(untrusted) | {"model": model})
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_file(path.parent, path.name, lambda part: part.write_text(text))
@@ -70,7 +70,7 @@ def record(folder: Path, config: Config, model: str = "") -> None:
 def changed_files(folder: Path, settings: Mapping[str, Any]) -> list[str]:
     """Returns the files that settings name and that differ from those of the last training."""
     trained = (read_record(folder) or {}).get("files") or {}
-    files = _file_digests(settings).items()
+    files = file_digests(settings).items()
     return [name for name, digest in files if trained and digest not in trained.values()]
 
 
@@ -163,29 +163,28 @@ def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
     text = json.dumps(settings, sort_keys=True, default=str)
     return {
         "settings": hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest(),
-        "files": _file_digests(settings),
+        "files": file_digests(settings),
         "working folder": os.getcwd(),
     }
 
 
-def _record_path(folder: Path) -> Path:
-    """Returns the file of the record of a folder, which its path names."""
+def state_file(kind: str, key: str) -> Path:
+    """Returns the file of a record in the user's state directory, which a key names."""
     home = Path(os.environ.get("XDG_STATE_HOME", ""))
     state = home if home.is_absolute() else Path.home() / ".local" / "state"
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
-    return state / "gspo-env" / "trained" / f"{name}.json"
+    return state / "gspo-env" / kind / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
     """Returns the record of a folder, None if there is none."""
     try:
-        entry = json.loads(_record_path(folder).read_text())
+        entry = json.loads(state_file("trained", str(folder.resolve())).read_text())
     except (OSError, ValueError, RuntimeError):  # there is no home
         return None
     return entry if isinstance(entry, dict) else None
 
 
-def _file_digests(settings: Any) -> dict[str, str]:
+def file_digests(settings: Any) -> dict[str, str]:
     """Returns the digest of each file that settings name."""
     digests = {}
     for name in (name for text in texts_of(settings) for name in file_names(text)):

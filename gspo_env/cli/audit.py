@@ -67,10 +67,17 @@ class Audit:
                 raise OutputError(f"cannot write to {self.output!r}: {error.strerror}") from error
         from gspo_env.audit import audit
         from gspo_env.audit.page import lines, page
+        from gspo_env.env.registration import Member
+        from gspo_env.health.audits import audit_key, record_audit
         from gspo_env.redaction import visible
 
         names = ("tasks", "allow", "gold", "train", "solutions", "seed", "max_turns", "env_kwargs")
+        key = audit_key(
+            Member(spec=self.env, kwargs=self.env_kwargs)
+        )  # a file may change meanwhile
         result = audit(self.env, **{name: getattr(self, name) for name in names})
+        if not self.solutions:
+            record_audit(key, [finding.name for finding in result.findings if not finding.ok])
         text = json.dumps({"sound": result.is_sound, **dataclasses.asdict(result)}, indent=1)
         if self.output:
             folder = Path(self.output)

@@ -141,11 +141,7 @@ def weak_reward(run: Run, limit: float) -> Explanation | None:
         else f"Episodes that fail get {share(failure)} of the reward of those that succeed "
         f"{when(run)}."
     )
-    env = run.settings.get("env")
-    return text, (
-        f"Attack the reward (`gspo-env audit {env if isinstance(env, str) else 'ENV'}`), and read "
-        "the best episodes (`gspo-env view RUN`)."
-    )
+    return text, "Attack it (`gspo-env audit ENV`), and read episodes (`gspo-env view RUN`)."
 
 
 @rule(limit=0.9, needs=("rollout/zero_variance_groups",))
@@ -219,6 +215,10 @@ def find_in_first_steps(config: Config, history: History) -> Finding | None:
     run = replace(run, window=len(run.steps))
     for each, limit in FIRST_STEPS.items():
         if finding := each.find(run, limit):
+            if each is weak_reward:
+                from gspo_env.health.audits import audit_advice
+
+                finding = replace(finding, advice=audit_advice(config))
             return replace(finding, hopeless=run.late("rollout/turns") == 0.0)
     return None
 

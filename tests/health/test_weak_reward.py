@@ -7,6 +7,7 @@ import pytest
 from gspo_env import make_env
 from gspo_env.cli.main import main
 from gspo_env.config import Config
+from gspo_env.health.audits import audit_advice
 from gspo_env.health.startup import check_first_steps
 from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.play import demonstrator, play_now
@@ -95,6 +96,49 @@ def test_a_reward_that_pays_no_work_is_named(env, words):
     assert f"`gspo-env audit sums.py:{env}`" in finding.advice
 
 
+def test_the_warning_knows_audits_of_the_same_arguments_and_files(monkeypatch, tmp_path, capsys):
+    """A base class in another file, an argument and a file that an argument names count too."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    Path("words.txt").write_text("a")
+    Path("weak.py").write_text(
+        "import sums\n\nclass Weak(sums.Any):\n    def __init__(self, words='', hops=1):\n"
+        "        super().__init__()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arguments = {"words": "words.txt", "hops": 2}
+
+    def advice(env="weak.py:Weak", **kwargs):
+        return audit_advice(Config(env=env, env_kwargs=arguments | kwargs))
+
+    attack = "attack its reward (`gspo-env audit weak.py:Weak` with its --env-kwargs)"
+    assert attack in advice()
+    quick = ["audit", "weak.py:Weak", "--tasks", "4", "--train", "0", "--env-kwargs", "hops=2"]
+    main([*quick, "words=words.txt", "--solutions"])  # attacks nothing
+    assert attack in advice()
+    with pytest.raises(SystemExit):
+        main([*quick, "words=words.txt"])
+    assert "The audit of weak.py:Weak on 20" in advice()
+    assert " found attackers, free tasks." in advice()
+    assert attack in advice(hops=3)
+    main(["audit", "gspo/KeyDoor-v0", "--tasks", "4", "--train", "0"])
+    config = Config(
+        env=("weak=weak.py:Weak", "sound=gspo/KeyDoor-v0"), env_kwargs={"weak": arguments}
+    )
+    assert "found attackers, free tasks. The audit of gspo/KeyDoor-v0" in audit_advice(config)
+    assert "found nothing wrong. Read" in audit_advice(config)
+    for name in ("words.txt", "sums.py"):
+        before = Path(name).read_text()
+        Path(name).write_text(before + "\n")
+        assert attack in advice()
+        Path(name).write_text(before)
+        assert " found attackers, free tasks." in advice()
+    (record,) = [
+        p for p in (tmp_path / "state/gspo-env/audits").iterdir() if "free" in p.read_text()
+    ]
+    record.write_text('{"day": 3')
+    assert attack in advice()
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize(
     "env",
@@ -145,5 +189,6 @@ def test_train_says_it_in_one_line(capsys):
     assert capsys.readouterr().out.count("the same actions, such as an empty answer, get") == 1
     (line,) = Path("out/warnings.txt").read_text().splitlines()
     assert line.startswith("weak_reward: In ")
+    assert "No audit of sums.py:Any with these arguments and files is on record: attack" in line
     main(["diagnose", "out"])
     assert "BAD weak_reward: In " in capsys.readouterr().out
