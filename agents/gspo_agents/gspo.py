@@ -229,8 +229,7 @@ class GSPOAgent:
             if not self._source:
                 if resumed is None:
                     must = config.episodes.keep_batches != "none"
-                    write = partial(save_model, self.model, self.tokenizer)
-                    checkpoints.save_start(write, must=must)
+                    checkpoints.save_start(self._write, must=must)
                 writer.facts = run_facts(config, self.model, "")
             writer.facts |= {"left_out": self._left_out, "before": before}
             history = self._learn(writer, reporter, resumed, tracker, before)

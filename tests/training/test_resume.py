@@ -459,6 +459,14 @@ def test_the_newest_and_the_best_are_kept_and_the_best_can_be_played(done, monke
     assert len(GSPOAgent.load("run/checkpoints/best").evaluate(2)) == 2
 
 
+def test_the_model_of_the_start_is_played_in_the_environment_of_its_run(done, monkeypatch):
+    monkeypatch.chdir(done.parent)
+    start, end = (GSPOAgent.load(f"run/{name}") for name in ("checkpoints/start", "model"))
+    assert start.env_id == end.env_id
+    assert start.config.env_kwargs == end.config.env_kwargs
+    assert start.config.rollout == end.config.rollout
+
+
 def test_only_undamaged_checkpoints_count_as_those_to_keep():
     tensors = [("a", torch.ones(2))]
     with Checkpoints(Path(), CheckpointConfig(save_every=1, keep=3)) as store:
