@@ -474,6 +474,35 @@ def test_a_server_samples_for_others_after_an_update_that_its_trainer_stopped(
     assert not foreign.get("/is_paused").json()["is_paused"]
 
 
+TRAINER = """
+import sys
+from gspo_env.engines.vllm.server import VLLMServer
+from gspo_env.recipes.build import build_model
+from gspo_env.recipes.tiny import Tiny
+model = build_model(Tiny(hidden_size=32), 64, 1, 0)
+VLLMServer(addresses=tuple(sys.argv[1:])).start(model, max_slots=2, max_context=100)
+"""
+
+
+def test_a_server_samples_for_others_after_its_trainer_was_killed_in_an_update(foreign, tmp_path):
+    gate = tmp_path / "loading"
+    gate.touch()
+
+    async def paused(value):
+        async with asyncio.timeout(120):
+            while foreign.get("/is_paused").json()["is_paused"] is not value:
+                await asyncio.sleep(0.01)
+
+    with subprocess.Popen([sys.executable, "-c", TRAINER, str(foreign.base_url)]) as trainer:
+        asyncio.run(paused(True))
+        trainer.kill()
+    gate.unlink()
+    asyncio.run(paused(False))
+    body = {"token_ids": [3], "model": "theirs", "sampling_params": {"max_tokens": 1}}
+    (choice,) = foreign.post("/inference/v1/generate", json=body).json()["choices"]
+    assert choice["weight_versions"][0]["version"] == "unknown"
+
+
 def test_a_server_that_takes_shorter_sequences_than_the_run_is_refused_and_not_paused(
     start, foreign
 ):

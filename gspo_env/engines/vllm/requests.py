@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,8 +34,15 @@ logger = logging.getLogger(__name__)
 
 SERVERS_PREFIX = "gspo-env-servers-"
 """The beginning of the name of a run's temporary folder for its servers."""
+KEEP = {"mode": "keep", "clear_cache": "false"}
+"""Sampling stops after the current step and keeps its requests; `reset_cache` clears."""
 RESET_SECONDS = 60.0
 """Maximum time until a server has reset its cache."""
+_WAKE = """import sys
+if not sys.stdin.read(1):
+    from gspo_env.engines.vllm.requests import Server, wake
+    wake(Server(address=sys.argv[1]))
+"""
 _KEEP_ALIVE = 2.0
 """Seconds until an idle connection is closed. A server closes it after 5 seconds; a longer time
 here would let requests use a connection that the server is closing."""
@@ -412,6 +422,39 @@ def reset_cache(client: httpx.Client) -> str:
             return f"it did not reset its prefix cache within {RESET_SECONDS:g} s"
         time.sleep(0.05)
     return ""
+
+
+def wake(server: Server) -> None:
+    """Lets a server that this run lost answer others, and go on with their requests.
+
+    Those of this run end with their connections. Its caches are cleared, and its version is none
+    that the run accepts.
+    """
+    try:
+        with server.client(RESET_SECONDS) as client:
+            version = {"new_version": "unknown"}
+            client.post("/update_weight_version", json=version).raise_for_status()
+            client.post("/pause", params=KEEP).raise_for_status()
+            problem = reset_cache(client)
+            client.post("/resume").raise_for_status()
+    except httpx.HTTPError as error:
+        problem = f"it may stay paused, POST /resume ends it: {error}"
+    if problem:
+        logger.error("vLLM server %s serves others, but %s", server.name, problem)
+
+
+@contextmanager
+def wake_if_killed(server: Server) -> Iterator[None]:
+    """Has a process wake a server of somebody else if this process is killed meanwhile."""
+    if server.guard is not None:  # it ends with this process
+        yield
+        return
+    command = [sys.executable, "-c", _WAKE, server.address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            yield
+        finally:
+            process.communicate(b"\n")
 
 
 def check_server(client: httpx.Client, backend: str, max_context: int) -> str:

@@ -27,6 +27,7 @@ from gspo_env.engines.base import NamedTensors, drained
 from gspo_env.engines.vllm.local import adapter_for, check_loaded, engine_arguments
 from gspo_env.engines.vllm.process import Server, State, make_server, stop, wait
 from gspo_env.engines.vllm.requests import (
+    KEEP,
     RESET_SECONDS,
     SERVERS_PREFIX,
     ServerAddress,
@@ -37,6 +38,8 @@ from gspo_env.engines.vllm.requests import (
     free_adapter,
     register_adapter,
     reset_cache,
+    wake,
+    wake_if_killed,
 )
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.errors import EngineError, MissingExtraError
@@ -47,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 _SEND_SECONDS = 600.0
 """Maximum time of each call by which a server takes weights."""
-_KEEP = {"mode": "keep", "clear_cache": "false"}
-"""Sampling stops after the current step and keeps its requests; `reset_cache` clears."""
 
 
 class VLLMServerEngine(ServerRequests):
@@ -382,7 +383,7 @@ class VLLMServerEngine(ServerRequests):
                     healthy = server.is_healthy()
                     self._lose(server, problem, restart=not healthy)
                     if healthy and server.dtype:  # else it was refused, and not touched
-                        self._resume_lost(server)
+                        wake(server)
                     continue
                 with self._changing:
                     if server.state in states:  # it may be lost since
@@ -407,49 +408,32 @@ class VLLMServerEngine(ServerRequests):
                 first = not server.dtype
                 if first:
                     server.dtype = check_server(client, self._transfer, self._max_context)
-                client.post("/pause", params=_KEEP).raise_for_status()
-                if self._transfer == "folder":
-                    if first or not self.adapter:  # a server that starts needs the base as well
-                        check_loaded(call(client, "load_checked", folder=str(self._folder)))
-                else:
-                    self._open_channel(server, client)
-                    call(client, "start_checking")
-                    server.channel.send_weights()
-                    check_loaded(call(client, "stop_checking"))
-                if self.adapter:
-                    folder = str(self._adapter.folder)
-                    if not server.adapter_id and (
-                        problem := register_adapter(server, client, self.adapter, folder)
-                    ):
-                        return problem
-                    call(client, "load_adapter", folder=folder, number=str(server.adapter_id))
-                # for `Completion.weights_versions`
-                version = {"new_version": f"{self.prefix}{self._sent}"}
-                client.post("/update_weight_version", json=version).raise_for_status()
-                problem = reset_cache(client)
-                if not problem:
-                    client.post("/resume").raise_for_status()
+                with wake_if_killed(server):
+                    client.post("/pause", params=KEEP).raise_for_status()
+                    if self._transfer == "folder":
+                        if first or not self.adapter:  # a server that starts needs the base as well
+                            check_loaded(call(client, "load_checked", folder=str(self._folder)))
+                    else:
+                        self._open_channel(server, client)
+                        call(client, "start_checking")
+                        server.channel.send_weights()
+                        check_loaded(call(client, "stop_checking"))
+                    if self.adapter:
+                        folder = str(self._adapter.folder)
+                        if not server.adapter_id and (
+                            problem := register_adapter(server, client, self.adapter, folder)
+                        ):
+                            return problem
+                        call(client, "load_adapter", folder=folder, number=str(server.adapter_id))
+                    # for `Completion.weights_versions`
+                    version = {"new_version": f"{self.prefix}{self._sent}"}
+                    client.post("/update_weight_version", json=version).raise_for_status()
+                    problem = reset_cache(client)
+                    if not problem:
+                        client.post("/resume").raise_for_status()
                 return problem
         except Exception as error:  # NCCL and HTTP have no common base class
             return f"it did not take the weights: {type(error).__name__}: {error}"
-
-    def _resume_lost(self, server: Server) -> None:
-        """Lets a lost server answer others, and go on with their requests.
-
-        Those of this run end with their connections. Its caches are cleared, and its version is
-        none that the run accepts.
-        """
-        try:
-            with server.client(RESET_SECONDS) as client:
-                version = {"new_version": "unknown"}
-                client.post("/update_weight_version", json=version).raise_for_status()
-                client.post("/pause", params=_KEEP).raise_for_status()
-                problem = reset_cache(client)
-                client.post("/resume").raise_for_status()
-        except httpx.HTTPError as error:
-            problem = f"it may stay paused, POST /resume ends it: {error}"
-        if problem:
-            logger.error("vLLM server %s serves others, but %s", server.name, problem)
 
     def _open_channel(self, server: Server, client: httpx.Client) -> None:
         from gspo_env.engines.vllm.transfer import open_channel
