@@ -11,9 +11,9 @@ environment and no waiting for earlier turns. All measurements alternate in this
 `--model` takes four turns of at most 48 tokens.
 
 `--cache` gives vLLM a cache of so many blocks of 32 tokens, and compares fixed concurrencies with
-`--engine.follow-cache True`, by tokens per second of the processor. It exits with 1 if the latter
-preempts a request, or if it is more than 5 % slower than the fastest fixed number without
-preemptions (median of the pairs).
+`--engine.follow-cache True`, by tokens per second of the processor. A pass takes about half a
+minute of a core, and says when it ends. It exits with 1 if the latter preempts a request, or if it
+is more than 5 % slower than the fastest fixed number without preemptions (median of the pairs).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -50,7 +51,7 @@ from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import Episode, Task
 
 FLIGHT = 64
-FIXED = (2, 4, 6, 8, 10, 12, 16, 32)
+FIXED = (3, 5, 8, 11, 16)
 """Concurrencies that are compared with the rule."""
 CONFIG = VLLM(enforce_eager=True)
 PAUSE = 0.05
@@ -178,47 +179,60 @@ def measure_cache(
         CONFIG, follow_cache=True, engine_args={"num_gpu_blocks_override": blocks}
     )
     engine = VLLMEngine(player.model, config, max_slots=FLIGHT, max_context=limits.max_context)
-    rule, preemptions = engine._cache_limit, dict.fromkeys((*fixed, FLIGHT + 1), 0)
+    rule, names = engine._cache_limit, {n: f"{n} at once" for n in fixed} | {0: "follows the cache"}
+    preemptions, computed, steps = Counter(), Counter(), Counter()
     scheduler = engine._engine.engine_core.engine_core.scheduler
-    preempt = scheduler._preempt_request
+    schedule, preempt = scheduler.schedule, scheduler._preempt_request
 
     def run(flight: int) -> float:
+        def stepped(*args, **options):
+            output = schedule(*args, **options)
+            steps[flight] += 1
+            computed[flight] += output.total_num_scheduled_tokens
+            return output
+
         def counted(*args, **options):
             preemptions[flight] += 1
             return preempt(*args, **options)
 
-        scheduler._preempt_request = counted
-        engine._cache_limit = rule if flight > FLIGHT else None
-        at_once = dataclasses.replace(limits, concurrency=min(flight, FLIGHT))
+        scheduler.schedule, scheduler._preempt_request = stepped, counted
+        engine._cache_limit = None if flight else rule
+        at_once = dataclasses.replace(limits, concurrency=flight or FLIGHT)
         kept: list[Episode] = []
         taken = device_seconds(
             lambda: kept.extend(
                 play(engine, player.chat, "bench/FourTurns-v0", at_once, episodes, 0.0)
             )
         )
-        return sum(e.model_tokens for e in kept) / taken
+        tokens = sum(e.model_tokens for e in kept)
+        print(f"{names[flight]}: {tokens} tokens in {taken:.1f} s", file=sys.stderr, flush=True)
+        return tokens / taken
 
-    rates = alternate(rounds, *(lambda n=n: run(n) for n in preemptions))
+    run(0)  # the rule's first pass, and the start of everything
+    first = preemptions[0]
+    for counts in (preemptions, computed, steps):
+        counts.clear()
+    columns = [[run(n) for n in names] for _ in range(rounds)]
+    rates = dict(zip(names, map(list, zip(*columns, strict=True)), strict=True))
     engine.close()
-    medians = dict(zip(preemptions, map(median, rates), strict=True))
-    print(f"{episodes} episodes, {blocks} blocks of 32 tokens")
-    for flight, values in zip(preemptions, rates, strict=True):
-        name = "follows the cache" if flight > FLIGHT else f"{flight} at once"
-        show(f"{name}, {preemptions[flight]} preemptions", values, "sampled tokens/s")
+    print(f"{episodes} episodes, {blocks} blocks of 32 tokens; first pass: {first} preemptions")
+    for flight, name in names.items():
+        show(f"{name}, {preemptions[flight]} preemptions", rates[flight], "sampled tokens/s")
+        print(f"    {steps[flight]} steps, {computed[flight]} tokens computed")
     ratios = {}
-    for name, numbers in (
+    for which, numbers in (
         ("without preemptions", [n for n in fixed if not preemptions[n]]),
         ("of all", fixed),
     ):
         if not numbers:
-            print(f"    no fixed number {name}")
+            print(f"    no fixed number {which}")
             continue
-        best = max(numbers, key=medians.__getitem__)
-        ratios[name] = median(
-            own / other for own, other in zip(rates[-1], rates[fixed.index(best)], strict=True)
+        best = max(numbers, key=lambda n: median(rates[n]))
+        ratios[which] = median(
+            own / other for own, other in zip(rates[0], rates[best], strict=True)
         )
-        print(f"    {ratios[name]:.2f} of the fastest fixed number {name}, {best}")
-    return ratios.get("without preemptions", 0.0) >= 0.95 and not preemptions[FLIGHT + 1]
+        print(f"    {ratios[which]:.2f} of the fastest fixed number {which}, {best}")
+    return ratios.get("without preemptions", 0.0) >= 0.95 and not first + preemptions[0]
 
 
 def main() -> None:
@@ -227,7 +241,7 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache", type=int, default=0, metavar="BLOCKS")
-    parser.add_argument("--episodes", type=int, default=256, help="with --cache")
+    parser.add_argument("--episodes", type=int, default=96, help="with --cache")
     parser.add_argument("--fixed", type=int, nargs="+", default=FIXED, help="with --cache")
     arguments = parser.parse_args()
     four, rounds = "bench/FourTurns-v0", arguments.rounds
