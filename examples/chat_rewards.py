@@ -1,9 +1,9 @@
-"""Rewards of `examples/chat.toml`: a right answer, and a short one."""
+"""Rewards of `examples/chat.toml`: an answer that ends with the right word, and has few others."""
 
 
 def right(attempt):
-    return float(attempt.row["answer"] in attempt.text.split())
+    return float(attempt.text.split()[-1:] == [attempt.row["answer"]])
 
 
 def short(attempt):
-    return float(len(attempt.text) <= 20)
+    return right(attempt) * (len(attempt.text) <= 20)

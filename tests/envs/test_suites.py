@@ -1,6 +1,7 @@
 """Suites of others: their gold replays, their own graders decide, and no task pays for no work."""
 
 import copy
+import gc
 import os
 import re
 import select
@@ -520,6 +521,22 @@ def test_what_an_old_java_says_is_in_the_error_and_other_messages_of_java_are_pa
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(EnvironmentCrashError, match=r"java ended \(1\).*UnsupportedClassVersion"):
         env.reset(seed=0)
+
+
+@pytest.mark.suites("textworld_express")
+def test_games_that_were_played_do_not_fill_the_heap_of_java():
+    """A game takes 0.2 MB of it; 64 are played at a time, and Python collects no garbage."""
+    params = "numLocations=3,maxDistanceApart=2,maxDistractorItemsPerLocation=0,includeDoors=0"
+    kwargs = {"game": "mapreader", "params": params, "memory": 40}
+    envs = [make_env("gspo/TextWorldExpress-v0", **kwargs) for _ in range(64)]
+    gc.disable()
+    try:
+        for n in range(4):
+            assert all(env.reset(seed=64 * n + k)[0] for k, env in enumerate(envs))
+    finally:
+        gc.enable()
+        for env in envs:
+            env.close()
 
 
 @pytest.mark.suites("textworld_express")

@@ -214,6 +214,10 @@ class Java:
             value = getattr(value, name)
         return value()
 
+    def release(self, game: Any) -> None:
+        """Lets Java drop a game, which a cycle holds here until Python's collector runs."""
+        self._gateway.detach(game)
+
     @contextlib.contextmanager
     def calls(self) -> Iterator[None]:
         """Makes errors of calls those of an environment; a process that hangs or dies is ended."""
@@ -250,6 +254,7 @@ class JavaGameEnv(TextGameEnv):
     """Options of the `java` command."""
     java: Java | None = None
     """The process, from the first reset to `close`."""
+    _last: Any = None
 
     def __init__(self, *args: Any, memory: int, timeout: float, **kwargs: Any) -> None:
         """Sets the limits of the Java process."""
@@ -274,9 +279,12 @@ class JavaGameEnv(TextGameEnv):
             return super().act(action)
 
     def new_game(self) -> Any:
-        """Returns the Java object of a new game."""
+        """Returns the Java object of a new game, in place of the one before."""
         assert self.java is not None
-        return self.java.game()
+        if self._last is not None:
+            self.java.release(self._last)
+        self._last = self.java.game()
+        return self._last
 
     def close(self) -> None:
         """Leaves the Java process; a reset joins one again."""
