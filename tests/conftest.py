@@ -65,6 +65,8 @@ def _state(tmp_path_factory):
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         # otherwise each engine of vLLM starts a process that finds out what its models can do
         patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("vllm")))
+        # a killed process loses nothing that it wrote; only a machine without power would
+        patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 

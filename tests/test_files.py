@@ -269,23 +269,23 @@ print(*(line for line in open("/proc/self/status") if line.startswith("VmHWM")))
 
 
 @pytest.mark.parametrize(
-    ("columns", "value", "rows"),
+    ("columns", "make", "rows"),
     [
-        (("observation", "action", "final_observation"), pa.array(["x" * 300_000]), 4000),
-        (("error", "agent", "options", "task_key", "tools"), pa.array(["x" * 99_999]), 4000),
-        (("final_observation",), pa.array(["x" * 300_000_000]), 2),
-        (("prompt_ids",), pa.array(np.full(20_000_000, 50_000, np.int32)), 1),
-        (("clipped",), pa.array(np.full(40_000_000, True)), 1),
-        (("advantages", "ratios", "entropies"), pa.nulls(9_000_000, pa.float32()), 1),
+        (("observation", "action", "final_observation"), lambda: ["x" * 300_000], 4000),
+        (("error", "agent", "options", "task_key", "tools"), lambda: ["x" * 99_999], 4000),
+        (("final_observation",), lambda: ["x" * 300_000_000], 2),
+        (("prompt_ids",), lambda: np.full(20_000_000, 50_000, np.int32), 1),
+        (("clipped",), lambda: np.full(40_000_000, True), 1),
+        (("advantages", "ratios", "entropies"), lambda: pa.nulls(9_000_000, pa.float32()), 1),
     ],
     ids=["texts", "other texts", "one text", "ids", "flags", "nothing"],
 )
 def test_a_small_file_of_episodes_takes_little_memory_in_view_and_rescore(
-    run, columns, value, rows
+    run, columns, make, rows
 ):
     write_turn(run)
     path = run / "episodes/000001-train.parquet"
-    table = pq.read_table(path).take([0] * rows)
+    table, value = pq.read_table(path).take([0] * rows), pa.array(make())
     if rows == 1:
         column = pa.ListArray.from_arrays(pa.array([0, len(value)], pa.int32()), value)
     else:

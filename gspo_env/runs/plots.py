@@ -39,6 +39,8 @@ _LONGEST_LABEL = 300
 
 def learning_curve(run: Run, title: str) -> Figure:
     """Draws success and return of a run, in training and evaluations, in 1200 by 675 pixels."""
+    from matplotlib.ticker import PercentFormatter
+
     figure, axes = panels(2)
     for axis, (name, metrics) in zip(axes, _LEARNING.items(), strict=True):
         drawn: list[FloatArray] = []
@@ -47,10 +49,13 @@ def learning_curve(run: Run, title: str) -> Figure:
                 _line(axis, run, metric, drawn, {"label": label, **style})
         dress(axis, name, bool(drawn))
         if name == "success":
-            _rates(axis)
+            axis.set_ylim(-0.01, 1.01)  # a line at 0 or 1 is seen whole
+            axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
         if drawn:
             axis.legend(frameon=False, fontsize=10, labelcolor=INK)
     figure.set_size_inches(12, 6.75)
+    figure.set_layout_engine(None)  # the other one draws everything once more
+    figure.subplots_adjust(left=0.05, bottom=0.08, right=0.98, top=0.88, wspace=0.15)
     figure.suptitle(plain(title), x=0.01, ha="left", fontsize=16, color=INK, fontweight="bold")
     return figure
 
@@ -111,10 +116,3 @@ def dress(axis: Axes, title: str, recorded: bool, label: str = "training step") 
     axis.margins(x=0.02)
     if not recorded:
         axis.text(0.5, 0.5, "not recorded", ha="center", transform=axis.transAxes, color=INK)
-
-
-def _rates(axis: Axes) -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    axis.set_ylim(-0.01, 1.01)  # a line at 0 or 1 is seen whole
-    axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))

@@ -71,7 +71,8 @@ def config(isolation="thread", **kwargs):
     ("where", "after"),
     [("__init__", 0), ("reset", 0), ("step", 0), ("step", 3), ("expert_action", 2), ("close", 0)],
 )
-def test_a_hang_before_training_ends_with_the_line_of_the_environment(where, after):
+def test_a_hang_before_training_ends_with_the_line_of_the_environment(monkeypatch, where, after):
+    monkeypatch.setattr("gspo_agents.environments._CLOSE_SECONDS", 0.2)
     with pytest.raises(EnvironmentHangError) as error:
         GSPOAgent(config=config(where=where, after=after))
     said = str(error.value)
