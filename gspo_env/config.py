@@ -350,12 +350,13 @@ def _read_field(default: Any, name: str, value: Any, where: str) -> Any:
         return _choose(name, old, value)
     if dataclasses.is_dataclass(old):
         return _replace(old, _table(where + name, value), f"{where}{name}.")
-    return convert(f"{where}{name}", value, type_hint(default, name))
+    return convert(f"{where}{name}", value, type_hints(default.__class__)[name])
 
 
-def type_hint(section: Any, name: str) -> Any:
-    """Returns the annotation of a field, with its bounds."""
-    return get_type_hints(type(section), include_extras=True)[name]
+@functools.cache
+def type_hints(cls: type) -> dict[str, Any]:
+    """Returns the annotations of the fields of settings, with their bounds."""
+    return get_type_hints(cls, include_extras=True)
 
 
 def _choose(kind: str, old: Any, value: Any) -> Any:

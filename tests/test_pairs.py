@@ -15,6 +15,8 @@ from gspo_env.types import Message
 from stress import pairs
 from stress.pairs_sets import Rows
 
+pytestmark = pytest.mark.usefixtures("in_folder")  # a judge opens its cache
+
 
 @settings
 class Named(Curriculum):

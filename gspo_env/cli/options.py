@@ -24,7 +24,7 @@ from gspo_env.config import (
     override,
     read_toml,
     resolve,
-    type_hint,
+    type_hints,
 )
 from gspo_env.env.registration import add_kwargs, format_env
 from gspo_env.errors import ConfigError
@@ -263,7 +263,7 @@ def read_options(name: str, command: T, arguments: Sequence[str]) -> T:
         ConfigError: An option is unknown or its value is invalid.
     """
     defaults = {f.name: getattr(command, f.name) for f in dataclasses.fields(command)}  # type: ignore[arg-type]
-    marks = {option: get_args(type_hint(command, option)) for option in defaults}
+    marks = {option: get_args(type_hints(type(command))[option]) for option in defaults}  # type: ignore[arg-type]
     place = next((option for option in marks if tyro.conf.Positional in marks[option]), "")
     several = {option for option, value in defaults.items() if isinstance(value, tuple | dict)}
     texts = defaultdict[str, list[str]](list)
@@ -315,7 +315,7 @@ def _value(settings: Any, path: str, texts: list[str]) -> Any:
     """Converts the values of a flag to the type of its setting."""
     *sections, name = path.split(".")
     section = functools.reduce(getattr, sections, settings)
-    hint, default = type_hint(section, name), getattr(section, name)
+    hint, default = type_hints(section.__class__)[name], getattr(section, name)
     if isinstance(default, bool) and not texts:
         return True
     if isinstance(default, dict):

@@ -53,8 +53,8 @@ def learning_curve(run: Run, title: str) -> Figure:
             axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
         if drawn:
             axis.legend(frameon=False, fontsize=10, labelcolor=INK)
-    figure.set_size_inches(12, 6.75)
-    figure.set_layout_engine(None)  # the other one draws everything once more
+    # a layout engine would draw everything once more
+    figure.set(size_inches=(12, 6.75), layout_engine=None)
     figure.subplots_adjust(left=0.05, bottom=0.08, right=0.98, top=0.88, wspace=0.15)
     figure.suptitle(plain(title), x=0.01, ha="left", fontsize=16, color=INK, fontweight="bold")
     return figure
