@@ -280,9 +280,7 @@ print(*(line for line in open("/proc/self/status") if line.startswith("VmHWM")))
     ],
     ids=["texts", "other texts", "one text", "ids", "flags", "nothing"],
 )
-def test_a_small_file_of_episodes_takes_little_memory_in_view_and_rescore(
-    run, columns, make, rows
-):
+def test_a_small_file_of_episodes_takes_little_memory_in_view_and_rescore(run, columns, make, rows):
     write_turn(run)
     path = run / "episodes/000001-train.parquet"
     table, value = pq.read_table(path).take([0] * rows), pa.array(make())
