@@ -22,7 +22,7 @@ from gspo_env.credit.estimate import CreditConfig
 from gspo_env.credit.estimators import ReturnsToGo
 from gspo_env.engines.base import Transformers
 from gspo_env.env.registration import Member, env_setting, read_members
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, raised_as
 from gspo_env.learner.losses import GSPO, decide_correction
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Recipe
@@ -370,13 +370,8 @@ def _choose(kind: str, old: Any, value: Any) -> Any:
 
 
 def _default(kind: str, name: str) -> Any:
-    try:
+    with raised_as(ConfigError, f"{kind} {name!r} cannot be made with its defaults", Exception):
         return find(kind, name)()
-    except ConfigError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{kind} {name!r} cannot be made with its defaults: {reason}") from error
 
 
 def _table(name: str, value: Any) -> Mapping[str, Any]:

@@ -1,5 +1,12 @@
 """Errors: each message has the problem, the value, what is allowed and how to fix it."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What reading raises if a file holds something else than was written."""
+
 
 class GspoEnvError(Exception):
     """Base class of all errors of gspo_env."""
@@ -131,6 +138,58 @@ class ToolServerError(GspoEnvError, RuntimeError):
 
 class TrackingError(GspoEnvError, RuntimeError):
     """A tracker cannot record now."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the message of an error, with its type where the message alone says little.
+
+    Example:
+        >>> reason_of(OSError(2, "No such file")), reason_of(KeyError("step"))
+        ('No such file', "KeyError: 'step'")
+    """
+    text = str(getattr(error, "strerror", None) or error)
+    is_sentence = text and isinstance(error, (OSError, ValueError))
+    return text if is_sentence else f"{type(error).__name__}: {text}"
+
+
+class raised_as:
+    """A context in which errors become one of ours: `problem: reason`, and what to do.
+
+    Our own errors travel as they are.
+
+    Args:
+        kind: The error that is raised instead.
+        problem: What went wrong.
+        causes: The errors that become it.
+        mend: The end of the sentence, behind the reason.
+        reason: Returns the reason.
+
+    Example:
+        >>> with raised_as(OutputError, "cannot read 'x'", OSError, mend="; name another one"):
+        ...     open("/nowhere/x")
+        Traceback (most recent call last):
+        gspo_env.errors.OutputError: cannot read 'x': No such file or directory; name another one
+    """
+
+    def __init__(
+        self,
+        kind: type[Exception],
+        problem: str,
+        *causes: type[Exception],
+        mend: str = "",
+        reason: Callable[[BaseException], str] = reason_of,
+    ) -> None:
+        self._kind, self._problem, self._causes = kind, problem, causes
+        self._mend, self._reason = mend, reason
+
+    def __enter__(self) -> None:
+        """Does nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raises the error in place of a cause."""
+        if isinstance(error, self._causes) and not isinstance(error, GspoEnvError):
+            text = f"{self._problem}: {self._reason(error)}{self._mend}"
+            raise self._kind(text) from error
 
 
 def above(value: float, bound: float) -> str:

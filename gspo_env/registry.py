@@ -24,7 +24,7 @@ from threading import RLock
 from types import ModuleType
 from typing import Any
 
-from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.errors import ConfigError, MissingExtraError, raised_as
 
 BUILTIN: dict[str, dict[str, str]] = {
     "advantage": {
@@ -174,10 +174,9 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
             f"{what} is {name!r}, a class of another script or a notebook; expected the file that "
             f"has it: --{what} FILE.py:{attribute}"
         )
-    try:
+    problem = f"{what} is {name!r}; expected an importable place"
+    with raised_as(ConfigError, problem, ImportError, reason=str):
         module = load_module(where)
-    except ImportError as error:
-        raise ConfigError(f"{what} is {name!r}; expected an importable place: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         public = [

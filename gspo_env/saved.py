@@ -15,7 +15,7 @@ from typing import Any
 
 from gspo_env.config import Config, from_dict
 from gspo_env.env.registration import add_kwargs, read_members
-from gspo_env.errors import ConfigError
+from gspo_env.errors import DAMAGE, ConfigError, raised_as
 from gspo_env.files import parse_toml, regular_file
 from gspo_env.redaction import redact, visible
 from gspo_env.registry import BUILTIN
@@ -194,20 +194,13 @@ def read_settings(path: Path) -> SavedSettings:
     Raises:
         ConfigError: It is damaged, too large, or has no settings.
     """
-    try:
+    name, mend = repr(str(path)), "; expected settings that a training run wrote"
+    with (
+        raised_as(ConfigError, f"cannot read {name}", OSError, mend=mend),
+        raised_as(ConfigError, f"{name} is damaged", *DAMAGE, mend=mend),
+    ):
         text = regular_file(path.parent, path.name, _MAX_BYTES, links=True).read_text("utf-8")
         return parse(path, json.loads(text)["config"] if path.suffix == ".json" else text)
-    except ConfigError:
-        raise
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {str(path)!r}: {error.strerror}; expected settings of a run"
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = visible(f"{type(error).__name__}: {error}")
-        raise ConfigError(
-            f"{str(path)!r} is damaged ({reason}); expected what a training run wrote"
-        ) from error
 
 
 def parse(path: Path, text: str) -> SavedSettings:

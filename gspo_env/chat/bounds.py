@@ -17,7 +17,7 @@ import markupsafe
 from jinja2 import Environment, nodes
 from jinja2.visitor import NodeTransformer
 
-from gspo_env.errors import ChatTemplateError, TemplateBoundsError
+from gspo_env.errors import ChatTemplateError, TemplateBoundsError, raised_as
 from gspo_env.runtime.limited import LimitedPool
 
 _LONGEST_TEMPLATE = 1 << 17
@@ -67,12 +67,11 @@ class BoundedTemplate:
             raise TemplateBoundsError(
                 f"it has {len(source):,} characters; expected at most {_LONGEST_TEMPLATE:,}"
             )
-        try:
+        causes = jinja2.TemplateError, ValueError, RecursionError
+        with raised_as(TemplateBoundsError, "it cannot be parsed", *causes, reason=str):
             tree = _Marker(mark).visit(parser().parse(source))
             tree.set_environment(None)
             self._tree = pickle.dumps(tree)
-        except (jinja2.TemplateError, ValueError, RecursionError) as error:
-            raise TemplateBoundsError(f"it cannot be parsed: {error}") from error
         self._digest = hashlib.sha256(self._tree).digest()
 
     def render(self, **names: Any) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, raised_as
 from gspo_env.registry import load_function
 from gspo_env.settings import settings
 
@@ -120,10 +120,8 @@ class Capture:
         check_new_file(self.out)
         if self.env:
             return self.env_kwargs
-        try:
+        with raised_as(ConfigError, f"command is {self.command!r}", ValueError):
             command = shlex.split(self.command)
-        except ValueError as error:
-            raise ConfigError(f"command is {self.command!r}: {error}") from error
         started = {"program": self.program} if self.program else {"command": command}
         return {**started, "data": self.data, "rewards": list(self.rewards)}
 
@@ -134,11 +132,9 @@ def check_new_file(name: str) -> None:
     Raises:
         ConfigError: It is such a file.
     """
-    try:
+    mend = "; expected a new file in a folder that can be written"
+    with raised_as(ConfigError, f"cannot make {name!r}", OSError, mend=mend):
         Path(name).open("x").close()
-    except OSError as error:
-        text = f"cannot make {name!r} ({error.strerror}); expected a new file in a folder that can"
-        raise ConfigError(f"{text} be written") from error
     Path(name).unlink()
 
 

@@ -14,7 +14,7 @@ import tyro
 from annotated_types import Ge, Interval
 
 from gspo_env.engines.base import Completion, Sampling
-from gspo_env.errors import ConfigError, figure
+from gspo_env.errors import ConfigError, figure, raised_as
 from gspo_env.redaction import visible
 from gspo_env.rollout.scripted import ScriptedEngine
 from gspo_env.seeding import SEEDS
@@ -240,10 +240,8 @@ def _special(line: str, now: PolicyInput) -> str:
     from gspo_env.rollout.play import demonstrator
     from gspo_env.tools.tool import format_tool_call
 
-    try:
+    with raised_as(ConfigError, f"{line!r} cannot be read", ValueError):
         name, *rest = shlex.split(line[1:]) or [""]
-    except ValueError as error:
-        raise ConfigError(f"{line!r} cannot be read: {error}") from error
     if name == "expert":
         try:
             return str(demonstrator()(now))

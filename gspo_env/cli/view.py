@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 from annotated_types import Ge
 
-from gspo_env.errors import ConfigError, OutputError
+from gspo_env.errors import ConfigError, OutputError, raised_as
 from gspo_env.redaction import visible
 from gspo_env.settings import settings
 
@@ -35,13 +35,12 @@ class View:
         if not self.folder:
             raise ConfigError("folder is ''; expected the folder of a run, such as runs/NAME")
         out = Path(self.out or Path(self.folder, PAGE))
-        try:
+        mend = (
+            "; expected a file that can be written, named with --out, and a run whose files are "
+            "not links"
+        )
+        with raised_as(OutputError, f"cannot make {str(out)!r}", OSError, mend=mend, reason=str):
             page = write_page(Run.open(self.folder), out, most_mb=self.mb)
-        except OSError as error:
-            raise OutputError(
-                f"cannot make {str(out)!r}: {error}; expected a file that can be written, named "
-                "with --out, and a run whose files are not links"
-            ) from error
         print(f"Wrote {visible(str(page))} ({page.stat().st_size / 1e6:.1f} MB)", flush=True)
         if self.browser:
             webbrowser.open(page.resolve().as_uri())

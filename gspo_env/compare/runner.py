@@ -28,7 +28,7 @@ from gspo_env.compare.processes import in_processes
 from gspo_env.compare.stats import smallest_difference
 from gspo_env.config import Config, to_dict, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
-from gspo_env.errors import ConfigError, GspoEnvError, OutputError
+from gspo_env.errors import ConfigError, GspoEnvError, OutputError, raised_as
 from gspo_env.files import FAILURE, METRICS, MODEL, check_folder, lock, read_file, remove_parts
 from gspo_env.health.episodes import check_comparison
 from gspo_env.health.startup import check_config
@@ -406,7 +406,7 @@ def _claim(comparison: Comparison, output: Path) -> TextIO:
     arms = [[arm.name, redact(dict(arm.changes))] for arm in comparison.arms]
     plan = redact_text(json.dumps({"problems": tomls, "arms": arms}, indent=1))
     note = output / "comparison.json"
-    try:
+    with raised_as(OutputError, f"cannot write to {str(output)!r}", OSError):
         output.mkdir(parents=True, exist_ok=True)
         check_folder(output)
         if not note.exists() and any(path.name != "lock" for path in output.iterdir()):
@@ -422,8 +422,6 @@ def _claim(comparison: Comparison, output: Path) -> TextIO:
             )
         write_text(note, plan)
         remove_parts(output.rglob(".*.part"))
-    except OSError as error:
-        raise OutputError(f"cannot write to {str(output)!r}: {error.strerror}") from error
     return claim
 
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, get_args
 
 from gspo_env.episodes.schema import EpisodeRecord, TurnRecord
-from gspo_env.errors import OutputError
+from gspo_env.errors import DAMAGE, OutputError, raised_as
 from gspo_env.types import (
     Ending,
     Episode,
@@ -41,10 +41,8 @@ def to_episode(record: EpisodeRecord) -> Episode:
     Raises:
         OutputError: A text or a number was changed so that no run has written it.
     """
-    try:
+    with raised_as(OutputError, f"the kept episode {record.episode!r} is damaged", *DAMAGE):
         return _episode(record)
-    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        raise OutputError(f"the kept episode {record.episode!r} is damaged: {error}") from error
 
 
 def _episode(record: EpisodeRecord) -> Episode:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gspo_env.errors import ModelError
+from gspo_env.errors import ModelError, raised_as
 from gspo_env.model.head import is_linear, plain_model
 from gspo_env.model.save import replaced_folder
 
@@ -201,14 +201,11 @@ def _merge(layer: Any, name: str) -> dict[str, Tensor]:
     each = copy.deepcopy(layer)
     if all(dtype.itemsize < 4 for dtype in dtypes.values()):
         each = each.float()
-    try:
+    problem = f"the adapter of {name} cannot be merged into a copy for the engine"
+    mend = "; change the adapter or choose the engine `transformers`"
+    with raised_as(ModelError, problem, Exception, mend=mend):
         while hasattr(each, "base_layer"):  # the wrappers of fused experts are nested
             if not each.disable_adapters:
                 each.merge()
             each = each.base_layer
-    except Exception as error:
-        raise ModelError(
-            f"the adapter of {name} cannot be merged into a copy for the engine: {error}; "
-            "change the adapter or choose the engine `transformers`"
-        ) from error
     return {key: tensor.to(dtypes[key]) for key, tensor in each.state_dict().items()}

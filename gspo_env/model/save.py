@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_env.errors import OutputError
+from gspo_env.errors import OutputError, raised_as
 from gspo_env.files import check_output, clear, part_of, remove
 from gspo_env.model.head import plain_model
 
@@ -32,18 +32,15 @@ def make_output(path: str, name: str) -> Path:
         OutputError: The folder cannot be made or written, or is not empty.
     """
     folder = Path(path or "runs")
-    try:
+    problem = f"cannot write to the output folder {str(folder)!r}"
+    mend = "; name one that can be written with --output"
+    with raised_as(OutputError, problem, OSError, ValueError, mend=mend):
         str(folder.absolute()).encode()  # for the files that name it
         folder.mkdir(parents=True, exist_ok=True)
         if not path:
             numbered = (folder / f"{name}-{n}" for n in itertools.count(1))
             folder = next(each for each in numbered if _make(each))
         tempfile.TemporaryFile(dir=folder).close()
-    except (OSError, ValueError) as error:
-        raise OutputError(
-            f"cannot write to the output folder {str(folder)!r}: "
-            f"{getattr(error, 'strerror', error)}; name one that can be written with --output"
-        ) from error
     check_output(folder)
     clear(folder)
     return folder

@@ -19,7 +19,7 @@ from gspo_env.chat import ChatTokenizer
 from gspo_env.chat.action import message_for_template
 from gspo_env.chat.fields import parse_json
 from gspo_env.chat.messages import read_messages, read_tools, write_message
-from gspo_env.errors import ConfigError, RefusedError
+from gspo_env.errors import ConfigError, RefusedError, raised_as
 from gspo_env.given_file import read_given
 from gspo_env.recipes.build import LITERAL, build_tokenizer
 from gspo_env.recipes.tiny import Tiny
@@ -79,10 +79,8 @@ def read_conversations(path: str, least: float | None = None) -> list[Conversati
     Raises:
         ConfigError: It cannot be read, a line is malformed, or there is no conversation.
     """
-    try:
+    with raised_as(ConfigError, f"cannot read the conversations {path!r}", OSError):
         data = read_given(Path(os.path.expanduser(path)), _MOST_BYTES)
-    except OSError as error:
-        raise ConfigError(f"cannot read the conversations {path!r}: {error.strerror}") from error
     conversations = []
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         if not line.strip():

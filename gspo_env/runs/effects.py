@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from gspo_env.errors import OutputError
+from gspo_env.errors import OutputError, raised_as
 from gspo_env.files import BATCHES, WHATIF, read_file, step_folders
 from gspo_env.redaction import redact_text, write_text
 
@@ -68,10 +68,8 @@ def write_effects(batch: Path, effects: Mapping[str, Effect]) -> None:
         OutputError: The record cannot be written.
     """
     named = {redact_text(name): effect for name, effect in effects.items()}
-    try:
+    with raised_as(OutputError, f"cannot write {str(batch / WHATIF)!r}", OSError):
         write_text(batch / WHATIF, to_json({**_read(batch), **named}))
-    except OSError as error:
-        raise OutputError(f"cannot write {str(batch / WHATIF)!r}: {error.strerror}") from error
 
 
 def read_effects(run: Path) -> dict[int, dict[str, Effect]]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from gspo_env.config import Config, to_dict
 from gspo_env.episodes.schema import PHASES, read_episodes
-from gspo_env.errors import OutputError
+from gspo_env.errors import OutputError, raised_as
 from gspo_env.files import (
     BATCHES,
     FAILURE,
@@ -366,10 +366,8 @@ def _read_points(folder: Path) -> dict[str, tuple[list[int], list[float]]]:
     The last line is left out if it has not been written to its end.
     """
     metrics: dict[str, dict[int, float]] = {}
-    try:
+    with raised_as(OutputError, f"cannot read {str(folder / METRICS)!r}", OSError):
         lines = read_file(folder, METRICS, _MAX_METRICS).split(b"\n")[:-1]
-    except OSError as error:
-        raise OutputError(f"cannot read {str(folder / METRICS)!r}: {error.strerror}") from error
     for line in lines:
         try:
             record = json.loads(line)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, TypeAdapter
 
+from gspo_env.errors import raised_as
 from gspo_env.tools.json_calls import levels
 
 _LONGEST_SCHEMA = 1 << 16
@@ -61,13 +62,12 @@ def _checker(schema: dict[str, Any], complete: bool) -> Check:
     if incomplete and complete:
         raise ValueError(f"it has one of {', '.join(_LEFT_TO_THE_SERVER)}, which are not checked")
     kind = _validator(incomplete)
-    try:
+    # jsonschema raises many kinds
+    with raised_as(ValueError, "its schema is wrong", Exception, reason=_first_line):
         kind.check_schema(schema, format_checker=FormatChecker(formats=()))
         _check_references(schema)
         # an empty registry, so that a schema cannot make this process fetch URLs
         validator = kind(schema, registry=Registry())
-    except Exception as error:  # jsonschema raises many kinds
-        raise ValueError(f"its schema is wrong: {_first_line(error)}") from error
 
     def check(arguments: dict[str, Any]) -> dict[str, Any]:
         _work.remaining = _MOST_WORK
@@ -169,6 +169,6 @@ def _pass(*_: Any) -> tuple[()]:
     return ()
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     text = getattr(error, "message", "") or str(error) or type(error).__name__
     return str(text).splitlines()[0][:300]

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
 
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, raised_as
 from gspo_env.tools.json_calls import whole_numbers
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -248,10 +248,9 @@ def _fields(
 ) -> dict[str, Any]:
     """Returns each parameter's annotation for the validator."""
     name = place_of(function)
-    try:
+    problem = f"tool {name}: an annotation cannot be resolved"
+    with raised_as(ConfigError, problem, NameError, TypeError, mend=".", reason=str):
         hints = typing.get_type_hints(function, include_extras=True)
-    except (NameError, TypeError) as error:
-        raise ConfigError(f"tool {name}: an annotation cannot be resolved: {error}.") from error
     is_method = not is_static and _is_method(function)
     fields: dict[str, Any] = {}
     for index, parameter in enumerate(inspect.signature(function).parameters.values()):
@@ -280,10 +279,9 @@ def _fields(
 
 def _read_docstring(name: str, docstring: str | None) -> tuple[str, dict[str, str]]:
     """Splits a Google docstring into its description and the parameters' descriptions."""
-    try:
+    problem = f"tool {name}: its docstring cannot be read"
+    with raised_as(ConfigError, problem, ParseError, reason=str):
         parsed = _DOCSTRINGS.parse(docstring)
-    except ParseError as error:
-        raise ConfigError(f"tool {name}: its docstring cannot be read: {error}") from error
     description = (parsed.description or "").strip()
     if not description:
         raise ConfigError(f"tool {name} has no docstring; its first lines tell the policy its use.")

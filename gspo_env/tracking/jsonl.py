@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Generic, Literal, TypeVar
 
-from gspo_env.errors import OutputError
+from gspo_env.errors import DAMAGE, OutputError, raised_as
 from gspo_env.files import METRICS, plain_path, read_file, write_file
 from gspo_env.tracking.base import Point, RunInfo
 
@@ -72,7 +72,7 @@ class JsonlFile(Generic[T]):
         self._record, self._unwritten = record, b""
         self._lock = threading.Lock()
         mode = 0o600 if private else 0o666
-        try:
+        with _writing(folder / name):
             self.path = plain_path(folder, name)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
@@ -81,8 +81,6 @@ class JsonlFile(Generic[T]):
             self.cut = [self._read(line) for line in data[self.size :].splitlines()]
             """The records that are cut off; None for a damaged line."""
             os.ftruncate(self._file, self.size)
-        except OSError as error:
-            raise _unwritable(folder / name, error) from error
 
     @property
     def unwritten(self) -> int:
@@ -260,11 +258,10 @@ class RunFiles:
         place = self.folder / path
         files = [place, *place.rglob("*")] if place.is_dir() else [place]
         if path not in self._outside:
-            try:
+            problem = f"{path!r} is not in the folder of the run"
+            with raised_as(OutputError, problem, OSError, ValueError, reason=str):
                 for file in files:
                     plain_path(self.folder, file.relative_to(self.folder))
-            except (OSError, ValueError) as error:
-                raise OutputError(f"{path!r} is not in the folder of the run: {error}") from error
         return place, sum(file.stat().st_size for file in files)
 
     def read_points(self, offset: int) -> Iterator[tuple[int, Point]]:
@@ -300,16 +297,15 @@ class RunFiles:
 
     def _describe(self, run: RunInfo) -> RunInfo:
         """Writes the description of a new run, or reads that of a resumed one."""
-        try:
-            tree = _encodable(json.loads(read_file(self.folder, DESCRIPTION, _MOST_BYTES)))
-            return replace(run, **{name: tree[name] for name in _DESCRIBED})
-        except FileNotFoundError:
+        path = self.folder / DESCRIPTION
+        if not path.exists():
             tree = _encodable({name: getattr(run, name) for name in _DESCRIBED})
             _write_json(self.folder, DESCRIPTION, tree)
             return replace(run, **tree)
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            path = self.folder / DESCRIPTION
-            raise OutputError(f"{str(path)!r} is damaged ({error}); remove it") from error
+        causes = OSError, *DAMAGE
+        with raised_as(OutputError, f"{str(path)!r} is damaged", *causes, mend="; remove it"):
+            tree = _encodable(json.loads(read_file(self.folder, DESCRIPTION, _MOST_BYTES)))
+            return replace(run, **{name: tree[name] for name in _DESCRIBED})
 
 
 def _write_json(folder: Path, name: str, tree: object) -> None:
@@ -319,14 +315,10 @@ def _write_json(folder: Path, name: str, tree: object) -> None:
         path.touch(0o600)
         path.write_text(json.dumps(tree, default=str))
 
-    try:
+    with _writing(folder / name):
         write_file(folder, name, write)
-    except OSError as error:
-        raise _unwritable(folder / name, error) from error
 
 
-def _unwritable(path: Path, error: OSError) -> OutputError:
-    return OutputError(
-        f"cannot write {str(path)!r}: {error.strerror}; expected a folder that can be written, "
-        "named with --output"
-    )
+def _writing(path: Path) -> raised_as:
+    mend = "; expected a folder that can be written, named with --output"
+    return raised_as(OutputError, f"cannot write {str(path)!r}", OSError, mend=mend)

@@ -20,21 +20,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-
 from gspo_env.batch.sample import Sample
 from gspo_env.config import Config
 from gspo_env.episodes.restore import to_groups
 from gspo_env.episodes.schema import Episodes, read_table
 from gspo_env.episodes.writer import to_table
-from gspo_env.errors import OutputError
+from gspo_env.errors import DAMAGE, OutputError, raised_as
 from gspo_env.files import BATCHES, check_folder, read_file, step_folders
 from gspo_env.learner.settings import Trainer
 from gspo_env.redaction import redact_text
 from gspo_env.saved import SavedSettings, parse
 from gspo_env.tools.tool import Tool
-from gspo_env.training.checkpoints import CheckpointWriter, LearnerState
 from gspo_env.training.resume import MAX_STATE, Checkpoint, read_checkpoint
 from gspo_env.types import Episode, Group, StepInfo, Turn
+
+from gspo_env.training.checkpoints import CheckpointWriter, LearnerState
 
 logger = logging.getLogger(__name__)
 
@@ -173,11 +173,9 @@ def batch_settings(folder: Path) -> SavedSettings:
     Raises:
         OutputError: They are damaged.
     """
-    try:
+    with raised_as(OutputError, f"the settings in {str(folder)!r} are damaged", OSError, *DAMAGE):
         text = json.loads(read_file(folder, "state.json", MAX_STATE))["config"]
         return parse(folder / "state.json", text)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise OutputError(f"the settings in {str(folder)!r} are damaged: {error}") from error
 
 
 def read_batch(run: str | Path, step: int | None = None) -> KeptBatch:
@@ -192,7 +190,8 @@ def read_batch(run: str | Path, step: int | None = None) -> KeptBatch:
     """
     path, folder = Path(run), find_batch(run, step)
     checkpoint = read_checkpoint(folder)
-    try:
+    problem, mend = f"{str(folder)!r} is damaged", "; expected a kept batch"
+    with raised_as(OutputError, problem, *DAMAGE, mend=mend):
         numbers = checkpoint.numbers["batch"]
         groups = _groups(folder / EPISODES, numbers["episodes"])
         return KeptBatch(
@@ -203,8 +202,6 @@ def read_batch(run: str | Path, step: int | None = None) -> KeptBatch:
             seed=int(numbers["seed"]),
             digest=str(numbers["digest"]),
         )
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise OutputError(f"{str(folder)!r} is damaged: {error}; expected a kept batch") from error
 
 
 def _groups(path: Path, rest: Sequence[Mapping[str, Any]]) -> list[Group]:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from gspo_env.config import CheckpointConfig, Config, to_toml
-from gspo_env.errors import OutputError
+from gspo_env.errors import OutputError, raised_as
 from gspo_env.files import (
     BATCHES,
     FAILURE,
@@ -84,12 +84,10 @@ class Checkpoints:
         self._good: list[str] = []
         """Names of the undamaged checkpoints: the one that was resumed, and those written since."""
         self._saved_at, self._seconds = time.monotonic(), 0.0
-        try:
+        with raised_as(OutputError, f"cannot write to {str(self.folder)!r}", OSError):
             self.folder.mkdir(exist_ok=True)
             self._lock = lock(self.folder / "lock", f"the run {str(run)!r}")
             remove_parts(run.rglob(".*.part"))
-        except OSError as error:
-            raise OutputError(f"cannot write to {str(self.folder)!r}: {error.strerror}") from error
 
     def __enter__(self) -> Self:
         """Returns itself."""
@@ -367,9 +365,8 @@ def checksum(path: Path) -> list[Any]:
 def _write_state(
     folder: Path, numbers: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    from safetensors.torch import save_file
-
     from gspo_env.model.save import shards
+    from safetensors.torch import save_file
 
     for number, shard in enumerate(shards(tensors), 1):
         save_file(shard, folder / f"state-{number:05d}.safetensors")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, raised_as
 from gspo_env.registry import name_of
 from gspo_env.rollout.metrics import EpisodeStats
 from gspo_env.settings import settings
@@ -125,12 +125,8 @@ def next_options(curriculum: Curriculum, state: Mapping[str, Any]) -> dict[str, 
         ConfigError: It raised, or what it returned is not a mapping of JSON values.
     """
     name = name_of("curriculum", curriculum)
-    try:
+    problem, mend = f"options of curriculum {name!r} failed", "; expected names and JSON values"
+    with raised_as(ConfigError, problem, Exception, mend=mend):
         mapping = dict(curriculum.options(state))
         options: dict[str, Any] = json.loads(json.dumps(mapping))
-    except Exception as error:
-        raise ConfigError(
-            f"options of curriculum {name!r} failed: {type(error).__name__}: {error}; expected a "
-            "mapping of names to JSON values"
-        ) from error
     return options

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.env.registration import class_of, read_members
-from gspo_env.errors import ConfigError, GspoEnvError, ModelError, OutputError
+from gspo_env.errors import DAMAGE, ConfigError, ModelError, OutputError, raised_as
 from gspo_env.files import (
     MODEL,
     check_folder,
@@ -74,8 +74,6 @@ _FACTS: Mapping[str, Any] = {
     **{"recorded": {"metrics": 0, "calls": 0}, "score": {}},
 }
 """What a checkpoint says of its run, as an example."""
-_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
-"""What a state from an untrusted folder raises if it is not that of a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,15 +103,10 @@ class Checkpoint:
         """
         from safetensors import SafetensorError
 
-        try:
+        problem, mend = f"{str(self.folder)!r} is damaged", "; expected the checkpoint of a run"
+        causes = *DAMAGE, RuntimeError, SafetensorError
+        with raised_as(OutputError, problem, *causes, mend=mend):
             yield self.numbers
-        except GspoEnvError:
-            raise
-        except (*_DAMAGE, SafetensorError) as error:
-            raise OutputError(
-                f"{str(self.folder)!r} is damaged: {type(error).__name__}: {error}; expected the "
-                "checkpoint of a run"
-            ) from error
 
     def check(self) -> None:
         """Checks that it says what a run needs.
@@ -121,11 +114,9 @@ class Checkpoint:
         Raises:
             OutputError: It does not.
         """
-        try:
+        problem = f"{str(self.folder / 'state.json')!r} is not of a run"
+        with raised_as(OutputError, problem, ValueError, mend="; start a new run"):
             check_types({name: self.numbers.get(name) for name in _FACTS}, _FACTS)
-        except ValueError as error:
-            name = str(self.folder / "state.json")
-            raise OutputError(f"{name!r} is not of a run: {error}; start a new run") from error
 
     def check_start(self, run: Path, model: Any) -> None:
         """Checks that a model is the one that the run began with.
@@ -344,12 +335,9 @@ def checkpoint_config(run: Path, checkpoint: Checkpoint, config: Config | None) 
     """
     text, model = checkpoint.numbers["config"], checkpoint.numbers["model"]
     check_model(run, model, "" if config is None else config.model)
-    try:
+    problem = f"the settings in a checkpoint of {str(run)!r} are damaged"
+    with raised_as(OutputError, problem, *DAMAGE):
         saved = parse(run / "config.toml", text)
-    except ConfigError:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise OutputError(f"the settings in a checkpoint of {str(run)!r} are damaged") from error
     requested = {} if config is None else flatten(tomllib.loads(to_toml(config)))
     same = {name: value for name, value in saved.untrusted.items() if requested.get(name) == value}
     moved = config is not None and moved_only(saved.env, config.env)

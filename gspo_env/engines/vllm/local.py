@@ -29,7 +29,7 @@ from gspo_env.engines.parts import sample_parts
 from gspo_env.engines.vllm.process import DIE_WITH_PARENT
 from gspo_env.engines.vllm.requests import cache_limit_for, sampling_fields
 from gspo_env.engines.vllm.settings import EXTENSION, VLLM, VLLMSettings
-from gspo_env.errors import EngineError, GspoEnvError, MissingExtraError
+from gspo_env.errors import EngineError, GspoEnvError, MissingExtraError, raised_as
 from gspo_env.model.export import Exporter, base_weights, named_weights
 from gspo_env.runtime.processes import PrivateFolder
 
@@ -70,6 +70,10 @@ class _Request:
     prompt: list[int]
     params: Any
     future: asyncio.Future[Completion]
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 class VLLMEngine(Engine):
@@ -317,12 +321,8 @@ class VLLMEngine(Engine):
     def _load_adapter(self, named_tensors: NamedTensors, version: int) -> None:
         assert self._adapter is not None
         self._adapter.write(named_tensors)
-        try:
+        with raised_as(EngineError, "vLLM does not take the adapter", Exception, reason=_short):
             self._engine.add_lora(self._adapter.request(update=True))
-        except Exception as error:
-            raise EngineError(
-                f"vLLM does not take the adapter: {type(error).__name__}: {str(error)[:300]}"
-            ) from error
         self._engine.set_weight_version(str(version))
 
     def _load(self, named_tensors: NamedTensors, version: int) -> None:
@@ -331,14 +331,8 @@ class VLLMEngine(Engine):
             folder = self._folder.path / "model"
             self._exporter.write(named_tensors, folder)
             keywords = {"folder": str(folder)}
-        try:
+        with raised_as(EngineError, "vLLM does not take the weights", Exception, reason=_short):
             reports = self._engine.collective_rpc("load_checked", kwargs=keywords)
-        except GspoEnvError:  # of the export
-            raise
-        except Exception as error:
-            raise EngineError(
-                f"vLLM does not take the weights: {type(error).__name__}: {str(error)[:300]}"
-            ) from error
         check_loaded(reports)
         self._engine.set_weight_version(str(version))
 

@@ -25,7 +25,7 @@ from gspo_env.engines.base import Completion, Engine, Sampling, check_room
 from gspo_env.engines.parts import sample_parts
 from gspo_env.engines.vllm.process import Server, State
 from gspo_env.engines.vllm.settings import EXTENSION
-from gspo_env.errors import EngineError
+from gspo_env.errors import DAMAGE, EngineError, raised_as
 
 if TYPE_CHECKING:
     from gspo_env.engines.vllm.cache_limit import CacheLimit
@@ -516,7 +516,8 @@ def read_completion(server: Server, response: httpx.Response, prefix: str) -> Co
             f"vLLM server {server.name} refused a request with {response.status_code}: "
             f"{response.text[:300]}"
         )
-    try:
+    problem = f"vLLM server {server.name} gave an answer that cannot be read"
+    with raised_as(EngineError, problem, *DAMAGE, mend=f": {response.text[:300]}"):
         choice = response.json()["choices"][0]
         if choice["finish_reason"] == "abort":  # as a server does when it is stopped
             return "aborted a request"
@@ -530,8 +531,3 @@ def read_completion(server: Server, response: httpx.Response, prefix: str) -> Co
             choice["finish_reason"],
             [(int(version.removeprefix(prefix)), start) for version, start in spans],
         )
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise EngineError(
-            f"vLLM server {server.name} gave an answer that cannot be read "
-            f"({type(error).__name__}: {error}): {response.text[:300]}"
-        ) from error
