@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from gspo_env.batch.packing import upload
-from gspo_env.errors import ModelError, raised_as
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-if TYPE_CHECKING:
-    from gspo_env.model import flash as varlen
+from gspo_env.batch.packing import upload
+from gspo_env.errors import ModelError, raised_as
 
 RAGGED = "gspo_ragged"
 _HALF = (torch.float16, torch.bfloat16)
@@ -236,16 +234,18 @@ class PackedAttention:
     has_kernel = staticmethod(has_kernel)
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self._lengths, self.device = tuple(lengths), device
+        self.lengths, self.device = tuple(lengths), device
+        self.kept: dict[Any, Any] = {}
+        """What kernels make of the lengths, for all layers."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
         """See `Ragged.attend`."""
         if self.has_kernel(q, k, v):
-            from gspo_env.model import flash as varlen
+            from gspo_env.model.flash import attend_rows
 
-            return varlen.attend(q, k, v, self._spans, scale, window)
+            return attend_rows(self, q, k, v, scale, window)
         outputs = []
         for index in self._buckets:
             q_B, k_B, v_B = (take(tensor, index) for tensor in (q, k, v))
@@ -254,16 +254,9 @@ class PackedAttention:
         return self.unpadded(outputs)
 
     @cached_property
-    def _spans(self) -> varlen.Spans:
-        from gspo_env.model import flash as varlen
-
-        (spans,), _ = varlen.make_spans([(self._lengths, self._lengths)], [], self.device)
-        return spans
-
-    @cached_property
     def _padding(self) -> tuple[list[Tensor], Tensor]:
         """Returns the positions of each bucket in the row, and of the row in all buckets."""
-        sizes = np.asarray(self._lengths, dtype=np.int64)
+        sizes = np.asarray(self.lengths, dtype=np.int64)
         starts = np.cumsum(sizes) - sizes
         restore, indices = np.empty(int(sizes.sum()), dtype=np.int64), []
         offset = 0

@@ -15,6 +15,10 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from gspo_env.batch.packing import upload
+from gspo_env.batch.prefix import Run
+from gspo_env.model.attention import PackedAttention
+from gspo_env.model.masked_attention import ancestors, token_paths
+from gspo_env.model.tree_attention import TreeAttention
 
 _flash: Any = torch.ops.aten._flash_attention_forward
 _flash_backward: Any = torch.ops.aten._flash_attention_backward
@@ -59,6 +63,67 @@ def make_spans(
         for n, (queries, keys) in enumerate(pairs)
     ]
     return spans, tensors[len(starts) :]
+
+
+def attend_rows(
+    rows: PackedAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """See `Ragged.attend`."""
+    return attend(query, key, value, _spans_of(rows), scale, window)
+
+
+def attend_tree(
+    tree: TreeAttention, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """See `Ragged.attend`; each run attends to its whole path."""
+    if window is None:
+        if "forks" not in tree.kept:
+            tree.kept["forks"] = _forks(tree)
+        return attend_forks(query, key, value, _spans_of(tree), tree.kept["forks"], scale)
+    if ("seen", window) not in tree.kept:
+        tree.kept["seen", window] = _seen(tree, window)
+    spans, seen = tree.kept["seen", window]
+    key, value = (gathered(t, seen) for t in (key, value))
+    return attend(query, key, value, spans, scale, window)
+
+
+def _spans_of(rows: PackedAttention) -> Spans:
+    if "spans" not in rows.kept:
+        (rows.kept["spans"],), _ = make_spans([(rows.lengths, rows.lengths)], [], rows.device)
+    spans: Spans = rows.kept["spans"]
+    return spans
+
+
+def _forks(tree: TreeAttention) -> list[Fork]:
+    """Returns the forks of each level; those of one level share no token, so one call does."""
+    levels: dict[int, list[Run]] = {}
+    for run, above in zip(tree.runs, ancestors(tree.runs), strict=True):
+        if run.end > run.stop:  # others continue it
+            levels.setdefault(len(above), []).append(run)
+    pairs, indices = [], []
+    for level in levels.values():
+        pairs.append(([f.end - f.stop for f in level], [f.length for f in level]))
+        indices.append(np.concatenate([np.arange(f.stop, f.end) for f in level]))
+        indices.append(np.concatenate([np.arange(f.start, f.stop) for f in level]))
+    spans, moved = make_spans(pairs, indices, tree.device)
+    return [
+        Fork(spans=each, queries=queries, keys=keys)
+        for each, queries, keys in zip(spans, moved[::2], moved[1::2], strict=True)
+    ]
+
+
+def _seen(tree: TreeAttention, window: int) -> tuple[Spans, Tensor]:
+    """Returns the spans of runs and of what they see in a window, and its place in the row."""
+    paths = zip(tree.runs, token_paths(tree.runs), strict=True)
+    seen = [path[max(0, run.depth - window + 1) :] for run, path in paths]
+    lengths = tree.lengths, [len(path) for path in seen]
+    (spans,), (index,) = make_spans([lengths], [np.concatenate(seen)], tree.device)
+    return spans, index
 
 
 def attend(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from gspo_env.batch.packing import upload
+from gspo_env.batch.prefix import Run
 from gspo_env.model.attention import (
     WASTE,
     attend_by_products,
@@ -17,7 +21,7 @@ from gspo_env.model.attention import (
     take,
     widened,
 )
-from gspo_env.model.tree_attention import TreeAttention, token_paths
+from gspo_env.model.tree_attention import TreeAttention
 
 _WHOLE = 1 << 24
 """Scores of all heads up to which a GPU computes those of every pair of a row's tokens: it takes
@@ -29,10 +33,10 @@ def attend(
 ) -> Tensor:
     """See `Ragged.attend`; each run attends to its whole path."""
     whole = query.device.type == "cuda" and query.shape[1] * len(query) ** 2 <= _WHOLE
-    masks = tree.masks.get((window, whole))
-    if masks is None:
+    if (window, whole) not in tree.kept:
         masks = [_visible(tree, window, query.device)] if whole else _bands(tree, window)
-        tree.masks[window, whole] = masks
+        tree.kept[window, whole] = masks
+    masks = tree.kept[window, whole]
     if whole:
         q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
         out = sdpa(q, k, v, scale, masks[0].to(q.dtype), causal=False)
@@ -93,8 +97,9 @@ def path_buckets(tree: TreeAttention) -> tuple[list[tuple[Tensor, Tensor, Tensor
     sequence. The last index restores the row from all buckets. Padding goes at the end, where
     the causal mask hides it.
     """
-    if tree.places is not None:
-        return tree.places
+    if "places" in tree.kept:
+        places: tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor] = tree.kept["places"]
+        return places
     # a GPU pads faster than a host launches the kernels of more buckets
     waste = 2.0 if torch.device(tree.device).type == "cuda" else WASTE
     runs = tree.runs
@@ -118,5 +123,25 @@ def path_buckets(tree: TreeAttention) -> tuple[list[tuple[Tensor, Tensor, Tensor
             indices += [index, path, np.minimum(position, sizes[members][:, None] - 1)]
             offset += index.size
     *moved, moved_restore = upload([*indices, restore], tree.device)
-    tree.places = [*zip(moved[::3], moved[1::3], moved[2::3], strict=True)], moved_restore
-    return tree.places
+    places = [*zip(moved[::3], moved[1::3], moved[2::3], strict=True)], moved_restore
+    tree.kept["places"] = places
+    return places
+
+
+def ancestors(runs: Sequence[Run]) -> Iterator[tuple[int, ...]]:
+    """Yields the indices of the runs before each run, the first one first."""
+    above: list[int] = []
+    for n, run in enumerate(runs):
+        while above and runs[above[-1]].end <= run.start:
+            above.pop()
+        yield tuple(above)
+        above.append(n)
+
+
+def token_paths(runs: Sequence[Run]) -> list[np.ndarray[Any, Any]]:
+    """Returns the row positions that the last token of each run sees."""
+    paths: list[np.ndarray[Any, Any]] = []
+    for run, above in zip(runs, ancestors(runs), strict=True):
+        before = paths[above[-1]] if above else np.empty(0, dtype=np.int64)
+        paths.append(np.concatenate([before, np.arange(run.start, run.stop)]))
+    return paths

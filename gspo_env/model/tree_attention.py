@@ -8,23 +8,14 @@ masks, as does a GPU that has no kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gspo_env.batch.prefix import Run
-from gspo_env.model.attention import (
-    PackedAttention,
-    is_half,
-    widened,
-)
-
-if TYPE_CHECKING:
-    from gspo_env.model import flash as varlen
+from gspo_env.model.attention import PackedAttention, is_half, widened
 
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -36,11 +27,7 @@ class TreeAttention(PackedAttention):
     def __init__(self, runs: Sequence[Run], device: torch.device | str = "cpu") -> None:
         super().__init__([run.length for run in runs], device)
         self.runs = runs
-        self.masks: dict[tuple[int | None, bool], list[Tensor]] = {}
-        self.places: tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor] | None = None
-        """See `gspo_env.model.masked_attention.path_buckets`."""
         self._longest = max(run.depth + run.length for run in runs)
-        self._seen: dict[int, tuple[varlen.Spans, Tensor]] = {}
         self.forks = [
             (slice(run.stop, run.end), slice(run.start, run.stop))
             for run in runs
@@ -53,13 +40,9 @@ class TreeAttention(PackedAttention):
         """See `Ragged.attend`."""
         window = None if window is None or window >= self._longest else window
         if self.has_kernel(q, k, v):
-            from gspo_env.model import flash as varlen
+            from gspo_env.model.flash import attend_tree
 
-            if window is None:
-                return varlen.attend_forks(q, k, v, self._spans, self._levels, scale)
-            spans, seen = self._windows(window)
-            k, v = (varlen.gathered(t, seen) for t in (k, v))
-            return varlen.attend(q, k, v, spans, scale, window)
+            return attend_tree(self, q, k, v, scale, window)
         if q.device.type == "cpu" and window is None:
             apply: Any = _Tree.apply
             # under autocast the norms leave queries and keys in a wider dtype than the values
@@ -67,63 +50,6 @@ class TreeAttention(PackedAttention):
         from gspo_env.model.masked_attention import attend
 
         return attend(self, q, k, v, scale, window)
-
-    @cached_property
-    def _levels(self) -> list[varlen.Fork]:
-        """The forks of each level; those of one level share no token, so one call takes them."""
-        from gspo_env.model import flash as varlen
-
-        levels = _forks(self.runs)
-        pairs = [([f.end - f.stop for f in level], [f.length for f in level]) for level in levels]
-        indices = []
-        for level in levels:
-            indices.append(np.concatenate([np.arange(f.stop, f.end) for f in level]))
-            indices.append(np.concatenate([np.arange(f.start, f.stop) for f in level]))
-        spans, moved = varlen.make_spans(pairs, indices, self.device)
-        return [
-            varlen.Fork(spans=each, queries=queries, keys=keys)
-            for each, queries, keys in zip(spans, moved[::2], moved[1::2], strict=True)
-        ]
-
-    def _windows(self, window: int) -> tuple[varlen.Spans, Tensor]:
-        """Returns the spans of runs and of what they see in a window, and its place in the row."""
-        if window not in self._seen:
-            from gspo_env.model import flash as varlen
-
-            paths = zip(self.runs, token_paths(self.runs), strict=True)
-            seen = [path[max(0, run.depth - window + 1) :] for run, path in paths]
-            lengths = [run.length for run in self.runs], [len(path) for path in seen]
-            (spans,), (index,) = varlen.make_spans([lengths], [np.concatenate(seen)], self.device)
-            self._seen[window] = spans, index
-        return self._seen[window]
-
-
-def _ancestors(runs: Sequence[Run]) -> Iterator[tuple[int, ...]]:
-    """Yields the indices of the runs before each run, the first one first."""
-    above: list[int] = []
-    for n, run in enumerate(runs):
-        while above and runs[above[-1]].end <= run.start:
-            above.pop()
-        yield tuple(above)
-        above.append(n)
-
-
-def _forks(runs: Sequence[Run]) -> list[list[Run]]:
-    """Returns the runs that others continue, by the number of runs before them."""
-    levels: dict[int, list[Run]] = {}
-    for run, above in zip(runs, _ancestors(runs), strict=True):
-        if run.end > run.stop:
-            levels.setdefault(len(above), []).append(run)
-    return list(levels.values())
-
-
-def token_paths(runs: Sequence[Run]) -> list[np.ndarray[Any, Any]]:
-    """Returns the row positions that the last token of each run sees."""
-    paths: list[np.ndarray[Any, Any]] = []
-    for run, above in zip(runs, _ancestors(runs), strict=True):
-        before = paths[above[-1]] if above else np.empty(0, dtype=np.int64)
-        paths.append(np.concatenate([before, np.arange(run.start, run.stop)]))
-    return paths
 
 
 class _Tree(torch.autograd.Function):
