@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+
 from gspo_env.batch.sample import Sample
 from gspo_env.config import Config
 from gspo_env.episodes.restore import to_groups
@@ -31,10 +32,9 @@ from gspo_env.learner.settings import Trainer
 from gspo_env.redaction import redact_text
 from gspo_env.saved import SavedSettings, parse
 from gspo_env.tools.tool import Tool
+from gspo_env.training.checkpoints import CheckpointWriter, LearnerState, write_state
 from gspo_env.training.resume import MAX_STATE, Checkpoint, read_checkpoint
 from gspo_env.types import Episode, Group, StepInfo, Turn
-
-from gspo_env.training.checkpoints import CheckpointWriter, LearnerState
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +106,20 @@ def write_batch(
         "episodes": json.loads(rest),
     }
 
-    def write(folder: Path) -> None:
-        pq.write_table(table, folder / EPISODES, compression="zstd", compression_level=1)
+    checkpoints = writer.checkpoints
+    folder, name, count = checkpoints.run / BATCHES, f"step-{step:06d}", newest(keep)
 
-    writer.checkpoints.save_batch(state, tensors, write, newest(keep))
+    def fill(part: Path) -> None:
+        write_state(part, state, tensors)
+        pq.write_table(table, part / EPISODES, compression="zstd", compression_level=1)
+
+    def write() -> None:
+        folder.mkdir(exist_ok=True)
+        checkpoints.write(folder / name, fill)
+        for old in step_folders(folder)[:-count] if count else ():
+            shutil.rmtree(old)
+
+    checkpoints.try_write(f"the batch {name}", write)
 
 
 def newest(keep: KeepBatches) -> int:

@@ -182,13 +182,13 @@ class Checkpoints:
         step, begun = int(numbers["step"]), time.monotonic()
 
         def fill(part: Path) -> None:
-            _write_state(part, numbers, tensors)
+            write_state(part, numbers, tensors)
             if write_model is not None:
                 write_model(part / MODEL, step)
 
         name = f"step-{step:06d}"
         path = self.folder / name
-        saved = self.try_write(f"the checkpoint {name}", lambda: self._write(path, fill))
+        saved = self.try_write(f"the checkpoint {name}", lambda: self.write(path, fill))
         if saved:
             self.last = step
             self._good = [*(good for good in self._good if good != name), name]
@@ -202,36 +202,7 @@ class Checkpoints:
         """Writes the model of the start, if it must be written or anything is kept."""
         if must or self.settings.keep:
             path = self.folder / START
-            self.try_write("the model of the start", lambda: self._write(path, fill))
-
-    def save_batch(
-        self,
-        numbers: Mapping[str, Any],
-        tensors: Iterable[tuple[str, Tensor]],
-        write_episodes: Callable[[Path], None],
-        keep: int,
-    ) -> None:
-        """Writes the batch of a step and deletes those that are no longer kept.
-
-        Args:
-            numbers: What `state.json` holds, with the entry `step`.
-            tensors: The tensors by name, as they are before the update.
-            write_episodes: Writes the episodes into a folder.
-            keep: How many of the newest are kept; 0 keeps all.
-        """
-        folder, name = self.run / BATCHES, f"step-{int(numbers['step']):06d}"
-
-        def fill(part: Path) -> None:
-            _write_state(part, numbers, tensors)
-            write_episodes(part)
-
-        def write() -> None:
-            folder.mkdir(exist_ok=True)
-            self._write(folder / name, fill)
-            for old in step_folders(folder)[:-keep] if keep else ():
-                shutil.rmtree(old)
-
-        self.try_write(f"the batch {name}", write)
+            self.try_write("the model of the start", lambda: self.write(path, fill))
 
     def delete_batches(self, step: int) -> None:
         """Deletes the batches that a run kept after the step from which it is resumed."""
@@ -243,8 +214,13 @@ class Checkpoints:
         """Takes an undamaged checkpoint as the last one."""
         self.last, self._good = step, [checkpoint.name]
 
-    def _write(self, path: Path, fill: Callable[[Path], None]) -> None:
-        """Writes a folder, all or nothing."""
+    def write(self, path: Path, fill: Callable[[Path], None]) -> None:
+        """Writes a folder with a manifest, all or nothing.
+
+        Args:
+            path: The folder.
+            fill: Writes its files into the folder that it gets.
+        """
         part, old = part_of(path), part_of(path.with_name(f"old-{path.name}"))
         shutil.rmtree(part, ignore_errors=True)
         try:
@@ -362,11 +338,13 @@ def checksum(path: Path) -> list[Any]:
         return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
-def _write_state(
+def write_state(
     folder: Path, numbers: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    from gspo_env.model.save import shards
+    """Writes `state.json` and the tensors into a folder."""
     from safetensors.torch import save_file
+
+    from gspo_env.model.save import shards
 
     for number, shard in enumerate(shards(tensors), 1):
         save_file(shard, folder / f"state-{number:05d}.safetensors")
