@@ -35,6 +35,7 @@ from gspo_env.files import step_folders
 from gspo_env.learner import state
 from gspo_env.learner.losses import Loss
 from gspo_env.learner.minibatch import advantage_metrics, split
+from gspo_env.learner.restore import restore
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.stats import TokenValues, UpdateStats
 from gspo_env.model.check import RunMode, check_model
@@ -182,7 +183,7 @@ class Controller:
                     yield name, self._member.distribute(name, tensor)
             self._ranks.command("restored")
 
-        state.restore(self._member.learner, parts(), saved)
+        restore(self._member.learner, parts(), saved)
         gather_weights(self._member.learner.policy, self.policy)
 
     def _check_shards(self) -> None:
@@ -250,7 +251,7 @@ def _follow(
     elif command == "state":
         member.gather_state()
     elif command == "restore":
-        state.restore(member.learner, _receive_tensors(ranks, member), message["numbers"])
+        restore(member.learner, _receive_tensors(ranks, member), message["numbers"])
         gather_weights(member.learner.policy, None)
     return member
 

@@ -487,8 +487,10 @@ class Learner:
         return state.numbers(self), state.tensors(self)
 
     def restore(self, named: Iterable[tuple[str, Tensor]], saved: Mapping[str, Any]) -> None:
-        """Loads the `state` of another learner; see `gspo_env.learner.state.restore`."""
-        state.restore(self, named, saved)
+        """Loads the `state` of another learner; see `gspo_env.learner.restore`."""
+        from gspo_env.learner.restore import restore
+
+        restore(self, named, saved)
 
     def imitate(self, samples: Sequence[Sample]) -> float:
         """Takes one step of maximum likelihood on the model tokens; returns the mean loss.
