@@ -21,7 +21,8 @@ from tokenizers.models import WordLevel
 
 from gspo_env.cli.main import main
 from gspo_env.config import CheckpointConfig, Config, to_toml
-from gspo_env.episodes.schema import episode_files, read_episodes, read_tokens, schema
+from gspo_env.episodes.records import read_episodes
+from gspo_env.episodes.schema import episode_files, read_tokens, schema
 from gspo_env.errors import OutputError
 from gspo_env.files import check_folder, parse_toml, read_file, remove, write_file
 from gspo_env.model.save import make_output

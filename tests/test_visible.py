@@ -14,8 +14,8 @@ from support.turns import episode, turn
 from gspo_env.cli.main import main
 from gspo_env.config import Config
 from gspo_env.env.registration import hide_progress_bars
+from gspo_env.episodes.records import to_record
 from gspo_env.episodes.text import render_episode
-from gspo_env.episodes.writer import to_record
 from gspo_env.errors import ConfigError, figure
 from gspo_env.model.load import load_model
 from gspo_env.model.save import save_model

@@ -455,7 +455,7 @@ class GSPOAgent:
                     [task], seed=self.config.seed, group_size=1, temperature=temperature
                 )
             )
-        from gspo_env.episodes.writer import to_record
+        from gspo_env.episodes.records import to_record
 
         return to_record(group.episodes[0], "eval" if temperature else "greedy", self._step)
 

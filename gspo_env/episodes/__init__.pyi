@@ -1,5 +1,5 @@
+from .records import Episodes as Episodes
+from .records import read_episodes as read_episodes
 from .schema import EpisodeRecord as EpisodeRecord
-from .schema import Episodes as Episodes
 from .schema import TurnRecord as TurnRecord
-from .schema import read_episodes as read_episodes
 from .text import render_episode as render_episode

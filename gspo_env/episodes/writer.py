@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,6 @@ from gspo_env.episodes.schema import (
     TOKENS,
     TURN_FIELDS,
     EpisodeFile,
-    EpisodeRecord,
-    Episodes,
     Phase,
     episode_files,
     read_tokens,
@@ -186,20 +184,6 @@ def to_table(step: int, phase: Phase, groups: Mapping[int, Group], tokens: Token
                     columns[name].append(value)
     arrays = [_array(columns[field.name], field.type) for field in schema()]
     return pa.Table.from_arrays(arrays, schema=schema())
-
-
-def to_record(episode: Episode, phase: Phase, step: int) -> EpisodeRecord:
-    """Returns an episode as `gspo_env.episodes.read_episodes` gives one that was played so.
-
-    Args:
-        episode: The episode.
-        phase: How it was played.
-        step: The training step after which it was played.
-    """
-    turns = (replace(t, weights_version=step, weights_versions=()) for t in episode.turns)
-    group = Group(task=episode.task, episodes=(replace(episode, turns=tuple(turns)),))
-    record: EpisodeRecord = Episodes(to_table(step, phase, {0: group}, {}), {})[0]
-    return record
 
 
 def _array(values: list[Any], kind: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from gspo_env.config import Config, to_dict
-from gspo_env.episodes.schema import PHASES, read_episodes
+from gspo_env.episodes.schema import PHASES
 from gspo_env.errors import OutputError, raised_as
 from gspo_env.files import (
     BATCHES,
@@ -193,6 +193,7 @@ class Run:
         Raises:
             OutputError: It has kept none, or one is damaged.
         """
+        from gspo_env.episodes.records import read_episodes
         from gspo_env.episodes.restore import to_episode
 
         return [*map(to_episode, read_episodes(self.folder, phases=phases, steps=steps))]

@@ -23,8 +23,9 @@ import numpy as np
 
 from gspo_env.batch.sample import Sample
 from gspo_env.config import Config
+from gspo_env.episodes.records import Episodes
 from gspo_env.episodes.restore import to_groups
-from gspo_env.episodes.schema import Episodes, read_table
+from gspo_env.episodes.schema import read_table
 from gspo_env.episodes.writer import to_table
 from gspo_env.errors import DAMAGE, OutputError, raised_as
 from gspo_env.files import BATCHES, check_folder, read_file, step_folders

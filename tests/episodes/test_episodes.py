@@ -16,7 +16,8 @@ from gspo_agents.traces import traces
 from gspo_env.batch.sample import to_samples
 from gspo_env.config import EpisodesConfig
 from gspo_env.episodes import read_episodes, render_episode
-from gspo_env.episodes.schema import EpisodeFile, Episodes, episode_files
+from gspo_env.episodes.records import Episodes
+from gspo_env.episodes.schema import EpisodeFile, episode_files
 from gspo_env.episodes.writer import EpisodeLog, surplus, to_table
 from gspo_env.errors import OutputError
 from gspo_env.learner import GSPO, Learner, LearnerConfig, TokenValues
