@@ -8,7 +8,8 @@ from typing import Any
 
 from gspo_env.chat.action import REASONING_KEYS, calls_for_template, name_and_arguments
 from gspo_env.chat.encode import TextEncoder, drop_marks, map_texts
-from gspo_env.tools.calls import parse_message, read_calls
+from gspo_env.tools.calls import parse_message
+from gspo_env.tools.json_calls import to_calls
 from gspo_env.types import Message, ToolCall
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def parse_response(
         text = encoder.to_text(rendering)
         text_calls = parse_message(text, tools, in_reasoning=in_reasoning)[0].tool_calls
         parsed_calls = map_texts(parts.get("tool_calls") or (), drop_marks)
-        text_calls = text_calls or read_calls(list(parsed_calls))
+        text_calls = text_calls or _read_calls(list(parsed_calls))
         calls = calls_for_template(Message(role="assistant", content="", tool_calls=text_calls))
         calls = map_texts(calls, to_rendering)
     except Exception as error:  # a library parses what a model wrote: anything may be raised
@@ -59,3 +60,15 @@ def parse_response(
         ),
     )
     return {"content": content, "reasoning": reasoning, "calls": tuple(calls), "message": message}
+
+
+def _read_calls(values: Sequence[Any]) -> tuple[ToolCall, ...]:
+    """Returns calls in the form of JSON, as `transformers` parses them.
+
+    Raises:
+        ValueError: One is malformed.
+    """
+    calls = to_calls(list(values)) if values else []
+    if isinstance(calls, str):
+        raise ValueError(calls)
+    return tuple(calls)

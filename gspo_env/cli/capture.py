@@ -241,7 +241,7 @@ def _messages(episode: Episode) -> list[Message]:
 def _answer(turn: Turn, tools: Sequence[Tool]) -> Message:
     """Returns the action of a turn as a message."""
     from gspo_env.redaction import clean
-    from gspo_env.tools.calls import read_action
+    from gspo_env.tools.request import read_action
 
     text = clean(turn.text)
     return read_action(text, tools, turn.message, in_reasoning=turn.in_reasoning)[0]

@@ -18,7 +18,7 @@ from gspo_env.errors import ChatTemplateError, PromptLengthError, RefusedError
 from gspo_env.rollout import RolloutConfig
 from gspo_env.seeding import derive_seed
 from gspo_env.serving.session import Reply, Request
-from gspo_env.tools.calls import read_action
+from gspo_env.tools.request import read_action
 from gspo_env.types import Message, Prompt, StepInfo
 
 _KEPT = 256

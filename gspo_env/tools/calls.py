@@ -9,9 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
-from gspo_env.errors import ConfigError
 from gspo_env.tools.json_calls import (
     Reading,
     Schemas,
@@ -19,7 +17,6 @@ from gspo_env.tools.json_calls import (
     most_failures,
     read_enclosed,
     skip_space,
-    to_calls,
     warn_of_unread,
 )
 from gspo_env.tools.marks import MARK, MARKS, may_have_calls, skip_closings, without_openings
@@ -104,54 +101,6 @@ def parse_message(
     return message, len(calls) - len(message.tool_calls)
 
 
-def read_action(
-    text: str,
-    tools: Sequence[Tool] = (),
-    message: Message | None = None,
-    *,
-    in_reasoning: bool = False,
-) -> tuple[Message, int]:
-    """Returns an action as the program that requested it receives it.
-
-    A program that offers no tools gets text. So does a program whose strict tools a call does not
-    fit: the policy is not constrained, and the program is promised that calls fit.
-
-    Args:
-        text: See `parse_tool_calls`.
-        tools: The tools that the request offers.
-        message: See `parse_tool_calls`.
-        in_reasoning: See `parse_tool_calls`.
-
-    Returns:
-        The assistant's message, and the number of malformed calls.
-    """
-    if not tools:
-        has_none = message is not None and not message.tool_calls
-        return (message if has_none and message else _as_text(text, in_reasoning)), 0
-    parsed, malformed = parse_message(text, tools, in_reasoning=in_reasoning)
-    if message is None or (parsed.tool_calls and not message.tool_calls):
-        message = parsed
-    elif message.tool_calls and not parsed.tool_calls:
-        malformed = 0
-    strict = {tool.name: tool for tool in tools if tool.strict}
-    invalid = sum(
-        not _is_valid(strict[call.name], call) for call in message.tool_calls if call.name in strict
-    )
-    return (_as_text(text, in_reasoning) if invalid else message), malformed + invalid
-
-
-def read_calls(values: Sequence[Any]) -> tuple[ToolCall, ...]:
-    """Returns calls in the form of JSON, as `transformers` parses them.
-
-    Raises:
-        ValueError: One is malformed.
-    """
-    calls = to_calls(list(values)) if values else []
-    if isinstance(calls, str):
-        raise ValueError(calls)
-    return tuple(calls)
-
-
 def split_reasoning(text: str, in_reasoning: bool = False) -> tuple[str | None, str | None]:
     """Returns the reasoning at the start of an action and what follows it.
 
@@ -184,19 +133,6 @@ def split_reasoning(text: str, in_reasoning: bool = False) -> tuple[str | None, 
 
 def _valid(calls: Calls) -> tuple[ToolCall, ...]:
     return tuple(call for call in calls if isinstance(call, ToolCall))
-
-
-def _as_text(text: str, in_reasoning: bool) -> Message:
-    reasoning, content = split_reasoning(text, in_reasoning)
-    return Message(role="assistant", content=content or "", reasoning=reasoning)
-
-
-def _is_valid(tool: Tool, call: ToolCall) -> bool:
-    try:
-        tool.validate(call.arguments)
-    except ConfigError:
-        return False
-    return True
 
 
 def _read(text: str, tools: Sequence[Tool], in_reasoning: bool) -> tuple[Message, Calls]:

@@ -6,8 +6,9 @@ import pytest
 from support.shop import TOOLS, as_text, step
 from support.tool_cases import CASES
 
-from gspo_env.tools.calls import parse_message, parse_tool_calls, read_action
+from gspo_env.tools.calls import parse_message, parse_tool_calls
 from gspo_env.tools.json_calls import ToolCallError
+from gspo_env.tools.request import read_action
 from gspo_env.types import ToolCall
 from gspo_envs.program.env import to_reply
 

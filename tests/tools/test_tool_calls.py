@@ -21,8 +21,9 @@ from gspo_env.serving import Request
 from gspo_env.serving.dialects.chat import Chat
 from gspo_env.serving.dialects.messages import Messages
 from gspo_env.serving.dialects.responses import Responses
-from gspo_env.tools.calls import parse_message, parse_tool_calls, read_action
+from gspo_env.tools.calls import parse_message, parse_tool_calls
 from gspo_env.tools.json_calls import ToolCallError, warn_of_unread
+from gspo_env.tools.request import read_action
 from gspo_env.tools.tool import Tool, format_tool_call
 from gspo_env.types import Group, Message, Prompt, ResetInfo, StopReason, ToolCall, Turn
 from gspo_envs.program.env import to_reply

@@ -15,8 +15,8 @@ from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.redaction import clean
 from gspo_env.runtime.loops import settle
 from gspo_env.runtime.threads import foreign, log_once
-from gspo_env.tools.calls import read_action
 from gspo_env.tools.json_calls import ToolCallError
+from gspo_env.tools.request import read_action
 from gspo_env.tools.tool import Tool
 from gspo_env.types import ToolCall
 from gspo_envs.adapters.foreign import PrivateRandom

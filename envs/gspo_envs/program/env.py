@@ -312,7 +312,7 @@ class ProgramEnv(TextEnv):
 def to_reply(action: str, tools: Sequence[Tool]) -> tuple[Reply, int]:
     """Returns the answer of an action, and how many of its calls are malformed."""
     from gspo_env.serving import Reply
-    from gspo_env.tools.calls import read_action
+    from gspo_env.tools.request import read_action
 
     act = action if isinstance(action, Action) else Action(action)
     message, malformed = read_action(
