@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
@@ -79,23 +79,13 @@ def _not_held_out(records: Sequence[EpisodeRecord]) -> list[EpisodeRecord]:
 
 
 def whole(record: EpisodeRecord) -> Episode:
-    """Returns an episode with its tools, and with the first conversation where `reset` gave it."""
-    from gspo_env.chat.messages import read_tools
+    """Returns an episode with what `reset` gave: the tools and a whole first conversation."""
     from gspo_env.episodes.restore import to_episode
 
     episode = to_episode(record)
-
-    def tools(values: Any) -> Any:
-        return None if values is None else tuple(read_tools([*values]))
-
-    turns = tuple(
-        replace(t, info=replace(t.info, tools=tools(t.info.tools))) for t in episode.turns
-    )
-    prompt = replace(episode.prompt, tools=tools(episode.prompt.tools))
-    reset = replace(episode.reset, tools=prompt.tools)
-    if prompt.is_whole:
-        reset = replace(reset, messages=prompt.first_messages(""))
-    return replace(episode, prompt=prompt, turns=turns, reset=reset)
+    prompt = episode.prompt
+    messages = prompt.first_messages("") if prompt.is_whole else episode.reset.messages
+    return replace(episode, reset=replace(episode.reset, tools=prompt.tools, messages=messages))
 
 
 def _said(line: str) -> str:

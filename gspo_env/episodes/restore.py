@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, get_args
 
+from gspo_env.chat.messages import read_tools
 from gspo_env.episodes.schema import EpisodeRecord, TurnRecord
 from gspo_env.errors import DAMAGE, OutputError, raised_as
+from gspo_env.tools.tool import Tool
 from gspo_env.types import (
     Ending,
     Episode,
@@ -36,7 +38,7 @@ def to_groups(records: Sequence[EpisodeRecord]) -> list[Group]:
 def to_episode(record: EpisodeRecord) -> Episode:
     """Returns an episode with all that its record has: texts, tokens, rewards and how it ended.
 
-    A tool is its schema. The keys of `info` that have no column have their defaults.
+    A tool has no function. The keys of `info` that have no column have their defaults.
 
     Raises:
         OutputError: A text or a number was changed so that no run has written it.
@@ -56,7 +58,7 @@ def _episode(record: EpisodeRecord) -> Episode:
         task=Task(env_id=record.env, seed=record.seed, options=_json(record.options, dict)),
         prompt=Prompt(
             system=system,
-            tools=tuple(_json(record.tools, list)),
+            tools=_tools(record.tools) or (),
             messages=messages if system is None else messages[1:],
         ),
         turns=tuple(_turn(t, record.turns[k + 1 : k + 3]) for k, t in enumerate(record.turns)),
@@ -95,7 +97,7 @@ def _turn(turn: TurnRecord, rest: Sequence[TurnRecord]) -> Turn:
             reward_parts=parts,
             observation_role=met.role,  # type: ignore[arg-type]
             messages=_messages(following.messages),
-            tools=None if following.tools is None else tuple(_json(following.tools, list)),
+            tools=_tools(following.tools),
             agent=following.agent,
             state_key=None if turn.kind == "summary" else met.state_key,
         )
@@ -137,3 +139,7 @@ def _message(tree: Mapping[str, Any]) -> Message:
     if not isinstance(message.content, str) or not isinstance(message.role, str):
         raise ValueError(f"a message is {tree!r:.80}")
     return message
+
+
+def _tools(text: str | None) -> tuple[Tool, ...] | None:
+    return None if text is None else tuple(read_tools(_json(text, list)))

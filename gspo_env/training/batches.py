@@ -32,7 +32,6 @@ from gspo_env.files import BATCHES, check_folder, read_file, step_folders
 from gspo_env.learner.settings import Trainer
 from gspo_env.redaction import redact_text
 from gspo_env.saved import SavedSettings, parse
-from gspo_env.tools.tool import Tool
 from gspo_env.training.checkpoints import CheckpointWriter, LearnerState, write_state
 from gspo_env.training.resume import MAX_STATE, Checkpoint, read_checkpoint
 from gspo_env.types import Episode, Group, StepInfo, Turn
@@ -247,11 +246,5 @@ def _whole(episode: Episode, rest: Mapping[str, Any]) -> Episode:
         return replace(old, info=replace(old.info, **{n: info[n] for n in _INFO if n in info}))
 
     turns = tuple(turn(*pair) for pair in zip(episode.turns, rest["turns"], strict=True))
-    prompt = replace(episode.prompt, tools=tuple(map(_tool, episode.prompt.tools)))
     reset = replace(episode.reset, extra=dict(rest["reset"]))
-    return replace(episode, prompt=prompt, turns=turns, reset=reset)
-
-
-def _tool(schema: Any) -> Tool:
-    """Returns the tool of a schema, which is what a file has of it."""
-    return Tool(**schema["function"])
+    return replace(episode, turns=turns, reset=reset)

@@ -13,7 +13,7 @@ from support.runs import tiny
 from gspo_env.config import to_dict, to_toml
 from gspo_env.episodes.writer import to_table
 from gspo_env.runs import Run
-from gspo_env.tools.tool import as_tool, tool
+from gspo_env.tools.tool import Tool, as_tool, tool
 from gspo_env.tracking.base import RunInfo, flatten
 from gspo_env.tracking.jsonl import RunFiles
 from gspo_env.types import (
@@ -152,14 +152,18 @@ def groups(draw):
     return Group(task=task, episodes=tuple(played))
 
 
-def schemas(tools):
-    return tools if tools is None else tuple(each.schema for each in tools)
+def listed(tools):
+    return tools if tools is None else tuple(map(without_function, tools))
 
 
-def with_schemas(episode):
-    """The episode as it is read: a tool is its schema."""
-    turns = [replace(t, info=replace(t.info, tools=schemas(t.info.tools))) for t in episode.turns]
-    prompt = replace(episode.prompt, tools=schemas(episode.prompt.tools))
+def without_function(each):
+    return Tool(name=each.name, description=each.description, parameters=each.parameters)
+
+
+def as_read(episode):
+    """The episode as it is read: a tool has no function."""
+    turns = [replace(t, info=replace(t.info, tools=listed(t.info.tools))) for t in episode.turns]
+    prompt = replace(episode.prompt, tools=listed(episode.prompt.tools))
     return replace(episode, prompt=prompt, turns=tuple(turns))
 
 
@@ -175,7 +179,7 @@ def test_the_episodes_of_a_run_are_those_that_it_wrote(played):
             assume(not any(table["redacted"].to_pylist()))
             pq.write_table(table, folder / f"episodes/{step:06d}-{phase}.parquet")
         run = Run.open(folder)
-        expected = [with_schemas(episode) for group in played for episode in group.episodes]
+        expected = [as_read(episode) for group in played for episode in group.episodes]
         assert run.episodes(phases=["eval"]) == expected
         assert run.episodes() == [*expected, *expected]
 
