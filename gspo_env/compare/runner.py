@@ -32,24 +32,23 @@ from gspo_env.errors import ConfigError, GspoEnvError, OutputError, raised_as
 from gspo_env.files import FAILURE, METRICS, MODEL, check_folder, lock, read_file, remove_parts
 from gspo_env.health.episodes import check_comparison
 from gspo_env.health.startup import check_config
-from gspo_env.redaction import redact, redact_text, visible, write_text
+from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.runs.run import Run, read_text
 from gspo_env.runtime.processes import usable_cores
 from gspo_env.tracking.base import NoTracker, RunInfo, TrackerChoice
 from gspo_env.tracking.console import Progress
+from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.multi import MultiTracker, check_trackers, parts
 from gspo_env.training.interrupt import stop_on_signals
 
 logger = logging.getLogger(__name__)
 
-_TRACKED = "tracked.json"
-"""File of a run that lists the trackers that have recorded it."""
 _PRICE = "price.json"
 """File of an arm with what its runs take."""
 _DEMONSTRATIONS = 64
 """Most demonstrations that are played to measure a run."""
 _MOST_BYTES, _LONGEST_ERROR = 1 << 20, 4000
-"""Bytes of that file and characters of an error that are read from the folder."""
+"""Bytes of that file, and characters of an error that are read from the folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,11 +132,13 @@ class Recorder(MultiTracker):
     def child(self, result: Result) -> None:
         """Records a run that ended, in each tracker that has not recorded it yet."""
         run, error = result.run, result.error
-        recorded = {*_read_names(run.folder)}
-        names = self._choices.keys() - self._failed - recorded
-        if not names:
+        waiting = {
+            name: choice
+            for name, choice in self._choices.items()
+            if name not in self._failed and not _has_received(name, run.folder)
+        }
+        if not waiting:
             return
-        waiting = {name: self._choices[name] for name in self._choices if name in names}
         run.folder.mkdir(parents=True, exist_ok=True)  # it may have died before it made one
         info = RunInfo(
             name=run.name,
@@ -158,7 +159,12 @@ class Recorder(MultiTracker):
         for problem in child.problems:
             self._say(f"{run.name}: {problem}")
         self._failed |= child.failed
-        write_text(run.folder / _TRACKED, json.dumps(sorted(recorded | (names - child.failed))))
+
+
+def _has_received(tracker: str, folder: Path) -> bool:
+    """Returns whether a tracker has recorded the run in a folder."""
+    received = Received.load(folder, tracker)
+    return received.calls > 0 and received.is_complete(folder)
 
 
 def compare(
@@ -369,21 +375,6 @@ def read(run: PlannedRun, unfinished: str = "it is not finished") -> Result:
     return Result(
         run=run, recorded=recorded, error=error or ("" if recorded.finished else unfinished)
     )
-
-
-def _read_names(folder: Path) -> list[str]:
-    """Reads which trackers have recorded a run, from a folder that may be untrusted.
-
-    Raises:
-        OutputError: The file is damaged.
-    """
-    try:
-        return [str(name) for name in json.loads(read_file(folder, _TRACKED, _MOST_BYTES))]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        reason = visible(f"{type(error).__name__}: {error}")
-        raise OutputError(f"{str(folder / _TRACKED)!r} is damaged ({reason}); remove it") from error
 
 
 def mixed_scores(results: Sequence[Result]) -> Iterator[str]:
