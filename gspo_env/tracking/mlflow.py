@@ -179,6 +179,8 @@ class MLflowTracker(Tracker):
     def __init__(self, settings: MLflow, info: RunInfo) -> None:
         self._settings, self.address = settings, settings.address
         self._client = client = _open_client(settings)
+        from mlflow.tracing.client import TracingClient  # with the settings of `_open_client`
+
         self.id = _open_run(client, settings, info)
         run = client.get_run(self.id)
         self._experiment_id, self._artifacts = run.info.experiment_id, str(run.info.artifact_uri)
@@ -188,7 +190,7 @@ class MLflowTracker(Tracker):
                 f"the store keeps the run's files in {self._artifacts!r}; expected a folder "
                 "RUN_ID/artifacts"
             )
-        self._traces = TraceWriter(client, self._experiment_id, self.id, info.key)
+        self._key, self._trace_store = info.key, TracingClient(client.tracking_uri)
 
     def log_points(self, points: Sequence[Point]) -> None:
         """Records points, many in a request."""
@@ -233,8 +235,20 @@ class MLflowTracker(Tracker):
         self._client.log_inputs(self.id, datasets=[DatasetInput(dataset, tags)])
 
     def log_traces(self, traces: Sequence[Trace]) -> None:
-        """Records traces, many in a request; a repeated trace replaces the first."""
-        self._traces.write(traces)
+        """Records traces, many in a request; a repeated trace replaces the first.
+
+        MLflow's tracing clients write in threads of their own and lose what they cannot write. So
+        the finished spans go to the store in one call, and the traces are linked to the run in
+        another.
+        """
+        named = {_trace_name(self._key, trace): trace for trace in traces}
+        spans = [
+            _span(name, trace, number, span)
+            for name, trace in named.items()
+            for number, span in enumerate(trace.spans)
+        ]
+        self._trace_store.log_spans(self._experiment_id, spans)
+        self._client.link_traces_to_run(list(named), self.id)
 
     def finish(self, status: Status, reason: str) -> None:
         """Ends the run; the tag `error` says why it failed."""
@@ -436,49 +450,12 @@ def _key(name: str) -> str:
     return _KEY_REFUSED.sub("_", name[:_MAX_KEY])
 
 
-class TraceWriter:
-    """Writes traces of one run; a repeated trace replaces the first.
-
-    MLflow's tracing clients write in threads of their own and lose what they cannot write. So the
-    finished spans go to the store in one call, and the traces are linked to the run in another.
-    """
-
-    def __init__(self, client: MlflowClient, experiment_id: str, run_id: str, key: str) -> None:
-        """Writes nothing yet.
-
-        Args:
-            client: Client of the store.
-            experiment_id: The experiment of the run.
-            run_id: Id of the run.
-            key: Unique key of the run, also in other stores.
-        """
-        from mlflow.tracing.client import TracingClient
-
-        self._client, self._experiment_id, self._run_id = client, experiment_id, run_id
-        self._key, self._store = key, TracingClient(client.tracking_uri)
-
-    def write(self, traces: Sequence[Trace]) -> None:
-        """Writes traces.
-
-        Raises:
-            MlflowException: The store refuses them, or does not answer.
-        """
-        named = {f"tr-{_trace_id(self._key, trace)}": trace for trace in traces}
-        spans = [span for name, trace in named.items() for span in _spans(name, trace)]
-        self._store.log_spans(self._experiment_id, spans)
-        self._client.link_traces_to_run(list(named), self._run_id)
-
-
-def _trace_id(key: str, trace: Trace) -> str:
-    return hashlib.sha256(f"{key}/{trace.key}".encode()).hexdigest()[:32]
-
-
-def _spans(name: str, trace: Trace) -> list[StoredSpan]:
-    """Returns a trace as MLflow's spans, which count from 1."""
-    return [_span(name, trace, number, span) for number, span in enumerate(trace.spans)]
+def _trace_name(run_key: str, trace: Trace) -> str:
+    return f"tr-{hashlib.sha256(f'{run_key}/{trace.key}'.encode()).hexdigest()[:32]}"
 
 
 def _span(name: str, trace: Trace, number: int, span: Span) -> StoredSpan:
+    """Returns a span of a trace as MLflow's; its spans count from 1."""
     from mlflow.entities import Span as Stored
 
     attributes: dict[str, Any] = {
@@ -494,7 +471,9 @@ def _span(name: str, trace: Trace, number: int, span: Span) -> StoredSpan:
         attributes["mlflow.chat.tokenUsage"] = usage | {"total_tokens": context + sampled}
     if number == 0:
         attributes |= {name: value for name, value in trace.tags.items() if name not in _TAGS}
-        attributes |= {f"mlflow.traceTag.{tag}": value for tag, value in _tags(trace).items()}
+        tags = {name: trace.tags[name] for name in _TAGS if name in trace.tags}
+        tags["mlflow.traceName"] = trace.name
+        attributes |= {f"mlflow.traceTag.{tag}": value for tag, value in tags.items()}
     failed = number == 0 and bool(trace.error)
     return Stored.from_dict(
         {
@@ -508,11 +487,6 @@ def _span(name: str, trace: Trace, number: int, span: Span) -> StoredSpan:
             "attributes": {key: json.dumps(value) for key, value in attributes.items()},
         }
     )
-
-
-def _tags(trace: Trace) -> dict[str, str]:
-    tags = {name: trace.tags[name] for name in _TAGS if name in trace.tags}
-    return {"mlflow.traceName": trace.name, **tags}
 
 
 def _encode(number: int, size: int) -> str:
