@@ -148,14 +148,20 @@ def reason_of(error: BaseException) -> str:
         ('No such file', "KeyError: 'step'")
     """
     text = str(getattr(error, "strerror", None) or error)
-    is_sentence = text and isinstance(error, (OSError, ValueError))
+    is_sentence = text and isinstance(error, (OSError, ValueError, GspoEnvError))
     return text if is_sentence else f"{type(error).__name__}: {text}"
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its type."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
+    return f"{type(error).__name__}: {line}" if isinstance(error, LookupError) else line
 
 
 class raised_as:
     """A context in which errors become one of ours: `problem: reason`, and what to do.
 
-    Our own errors travel as they are.
+    Our own errors travel as they are, unless one is named as a cause.
 
     Args:
         kind: The error that is raised instead.
@@ -187,7 +193,10 @@ class raised_as:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Raises the error in place of a cause."""
-        if isinstance(error, self._causes) and not isinstance(error, GspoEnvError):
+        named = [cause for cause in self._causes if isinstance(error, cause)]
+        if isinstance(error, GspoEnvError):
+            named = [cause for cause in named if issubclass(cause, GspoEnvError)]
+        if error is not None and named:
             text = f"{self._problem}: {self._reason(error)}{self._mend}"
             raise self._kind(text) from error
 

@@ -221,10 +221,8 @@ def parse(path: Path, text: str) -> SavedSettings:
     plain = copy.deepcopy(tree)
     for place in untrusted:
         _drop(plain, place)
-    try:
+    with raised_as(ConfigError, f"the settings in {str(path)!r} are not valid", ConfigError):
         from_dict(plain)  # what is trusted is loaded where it is needed
-    except ConfigError as error:
-        raise ConfigError(f"the settings in {str(path)!r} are not valid: {error}") from error
     if problem is None:
         return SavedSettings(folder=path.parent, tree=tree, untrusted={})
     return SavedSettings(folder=path.parent, tree=plain, untrusted=by_name, problem=problem)

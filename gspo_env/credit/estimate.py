@@ -17,7 +17,7 @@ from annotated_types import Ge
 from gspo_env.credit.estimators import Estimator
 from gspo_env.credit.scores import auto_score
 from gspo_env.credit.statistics import MIN_SCALE, all_zero, fallbacks, usable
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, raised_as
 from gspo_env.registry import name_of
 from gspo_env.settings import settings
 from gspo_env.types import Episode, FloatArray, Group, Score
@@ -186,10 +186,9 @@ def _checked(name: str, group: Group, result: Any) -> list[FloatArray]:
         raise ConfigError(f"{what} {got} arrays; expected {want}, one per episode of the group")
     rows: list[FloatArray] = []
     for i, (row, episode) in enumerate(zip(result, group.episodes, strict=True)):
-        try:
+        problem = f"{what} {row!r} for episode {i}; expected numbers"
+        with raised_as(ConfigError, problem, TypeError, ValueError):
             values: FloatArray = np.asarray(row, dtype=np.float64)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{what} {row!r} for episode {i}; expected numbers") from error
         turns, tokens = len(episode.turns), episode.model_tokens
         if values.shape not in ((turns,), (tokens,)):
             raise ConfigError(

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_env.errors import RolloutError
+from gspo_env.errors import RolloutError, first_line, raised_as
 from gspo_env.runtime.processes import Guard, PrivateFolder, spawn
 
 if TYPE_CHECKING:
@@ -132,11 +132,11 @@ def _connect(address: str) -> Any:
     import ray
 
     handler = signal.getsignal(signal.SIGTERM)
+    problem = f"Ray cannot connect to {address!r}"
     try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
-    except Exception as error:  # Ray has many, some of them only RuntimeError
-        text = str(error).strip().splitlines()[0]
-        raise RolloutError(f"Ray cannot connect to {address!r}: {text}") from error
+        # Ray has many errors, some of them only RuntimeError
+        with raised_as(RolloutError, problem, Exception, reason=first_line):
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)

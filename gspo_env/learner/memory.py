@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gspo_env.batch.sample import PackedBatch, Sample
-from gspo_env.errors import TrainingError
+from gspo_env.errors import TrainingError, first_line
 from gspo_env.learner.masters import MasterWeights
 from gspo_env.learner.minibatch import Microbatch, Minibatch
 
@@ -55,8 +55,7 @@ def detect_out_of_memory(index: int) -> Iterator[None]:
         allocation = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not allocation and not any(sign in str(error) for sign in _SIGNS):
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise OutOfMemory(index, reason) from None
+        raise OutOfMemory(index, first_line(error)) from None
 
 
 def split_until_it_fits(

@@ -50,13 +50,13 @@ def add_adapter(
     )
     with torch.random.fork_rng(devices=[]):  # PEFT draws on the CPU, whatever the model's device
         torch.default_generator.manual_seed(seed)
-        try:
+        with raised_as(
+            ModelError,
+            f"{kind} cannot have an adapter: PEFT knows none of its layers, or not all",
+            ValueError,
+            mend="; expected lora_rank 0",
+        ):
             return get_peft_model(model, adapter)
-        except ValueError as error:
-            raise ModelError(
-                f"{kind} cannot have an adapter: PEFT knows none of its layers, or not all; "
-                "expected lora_rank 0"
-            ) from error
 
 
 def adapted_layers(model: Any, targets: str) -> tuple[str | list[str], list[str]]:

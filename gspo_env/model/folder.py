@@ -10,8 +10,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from gspo_env.errors import ModelError, raised_as
-from gspo_env.model.load import first_line
+from gspo_env.errors import ModelError, first_line, raised_as
 from gspo_env.model.weights import find_weights
 from gspo_env.redaction import visible
 
@@ -191,13 +190,11 @@ def _check_index(file: Path) -> None:
     Raises:
         ModelError: It is not an index, or it names another place.
     """
-    try:
+    problem = f"{str(file)!r} is not an index of weights"
+    expected = "; expected `metadata` and `weight_map`"
+    with raised_as(ModelError, problem, Exception, mend=expected):
         index = json.loads(file.read_bytes())
         shards, _ = set(index["weight_map"].values()), dict(index["metadata"])
-    except Exception as error:
-        raise ModelError(
-            f"{str(file)!r} is not an index of weights; expected `metadata` and `weight_map`"
-        ) from error
     for shard in shards:
         _check_beside(str(file), shard)
 

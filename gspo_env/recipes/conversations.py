@@ -85,10 +85,8 @@ def read_conversations(path: str, least: float | None = None) -> list[Conversati
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         if not line.strip():
             continue
-        try:
+        with raised_as(ConfigError, f"{path!r}, line {number}", RefusedError):
             conversations.append(_read(parse_json(line)))
-        except RefusedError as error:
-            raise ConfigError(f"{path!r}, line {number}: {error}") from None
     selected = [
         c for c in conversations if least is None or (c.reward is not None and c.reward >= least)
     ]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, TypeAdapter
 
-from gspo_env.errors import raised_as
+from gspo_env.errors import first_line, raised_as
 from gspo_env.tools.json_calls import levels
 
 _LONGEST_SCHEMA = 1 << 16
@@ -63,7 +63,7 @@ def _checker(schema: dict[str, Any], complete: bool) -> Check:
         raise ValueError(f"it has one of {', '.join(_LEFT_TO_THE_SERVER)}, which are not checked")
     kind = _validator(incomplete)
     # jsonschema raises many kinds
-    with raised_as(ValueError, "its schema is wrong", Exception, reason=_first_line):
+    with raised_as(ValueError, "its schema is wrong", Exception, reason=first_line):
         kind.check_schema(schema, format_checker=FormatChecker(formats=()))
         _check_references(schema)
         # an empty registry, so that a schema cannot make this process fetch URLs
@@ -71,10 +71,9 @@ def _checker(schema: dict[str, Any], complete: bool) -> Check:
 
     def check(arguments: dict[str, Any]) -> dict[str, Any]:
         _work.remaining = _MOST_WORK
-        try:
+        problem = "the tool's schema cannot be applied"  # it may make any part of the check fail
+        with raised_as(ValueError, problem, Exception, reason=first_line):
             fault = next(validator.iter_errors(arguments), None)
-        except Exception as error:  # the server's schema may make any part of the check fail
-            raise ValueError(f"the tool's schema cannot be applied: {_first_line(error)}") from None
         if fault is not None:
             where = ".".join(str(part) for part in fault.absolute_path)
             raise ValueError(f"{where}: {fault.message}"[:500] if where else fault.message[:500])
@@ -167,8 +166,3 @@ def _validator(incomplete: bool) -> Any:
 def _pass(*_: Any) -> tuple[()]:
     """Finds no error."""
     return ()
-
-
-def _first_line(error: BaseException) -> str:
-    text = getattr(error, "message", "") or str(error) or type(error).__name__
-    return str(text).splitlines()[0][:300]

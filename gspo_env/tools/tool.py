@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
 
-from gspo_env.errors import ConfigError, raised_as
+from gspo_env.errors import ConfigError, first_line, raised_as
 from gspo_env.tools.json_calls import whole_numbers
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -221,15 +221,10 @@ def _build_tool(function: Callable[..., Any], *, is_static: bool) -> Tool:
     make_type: Any = TypedDict
     arguments = make_type(f"{name}_arguments", _fields(function, documented, is_static))
     arguments.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    try:
+    problem = f"tool {place_of(function)}: its annotations have no JSON schema"
+    with raised_as(ConfigError, problem, PydanticUserError, mend=".", reason=first_line):
         validator: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
         schema = validator.json_schema()
-    except PydanticUserError as error:
-        reason = str(error).splitlines()[0]
-        where = place_of(function)
-        raise ConfigError(
-            f"tool {where}: its annotations have no JSON schema: {reason}."
-        ) from error
     for value in schema.setdefault("properties", {}).values():
         value.pop("title", None)
     schema.setdefault("required", [])

@@ -12,7 +12,7 @@ from annotated_types import Ge, Interval
 from gspo_env.batch.prefix import common_prefix
 from gspo_env.credit.estimators import Estimator
 from gspo_env.credit.statistics import discounted
-from gspo_env.errors import ConfigError, ModelError, TrainingError
+from gspo_env.errors import ConfigError, ModelError, TrainingError, raised_as
 from gspo_env.registry import find
 from gspo_env.settings import settings
 
@@ -124,10 +124,8 @@ class Distillation(Estimator):
     def _tokenizer(self) -> Any:
         from gspo_env.model.load import load_tokenizer
 
-        try:
+        with raised_as(ModelError, f"advantage.teacher is {self.teacher!r}", ModelError):
             return load_tokenizer(self.teacher)
-        except ModelError as error:
-            raise ModelError(f"advantage.teacher is {self.teacher!r}: {error}") from error
 
     def bind(self, learner: Trainer, collector: Collector) -> BoundDistillation:
         """Loads the teacher.

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from gspo_env.errors import BatchError
+from gspo_env.errors import DAMAGE, BatchError, first_line, raised_as
 from gspo_env.files import regular_file
 
 FORMAT = "gspo-env batch 1"
@@ -110,14 +110,11 @@ def read_batch(path: str | Path) -> Batch:
         BatchError: It is of another form, is damaged, or is larger than 1 GiB.
     """
     path = Path(path)
-    try:
+    with raised_as(
+        BatchError, f"{str(path)!r} is not a batch", OSError, *DAMAGE, reason=first_line
+    ):
         regular_file(path.parent, path.name, _MOST_BYTES, links=True)
         header, rows = _READERS.get(path.suffix, _read_lines)(path)
-    except (OSError, ValueError, LookupError, RecursionError) as error:
-        if isinstance(error, BatchError):
-            raise
-        reason = str(error).partition("\n")[0]
-        raise BatchError(f"{str(path)!r} is not a batch: {reason}") from error
     return _checked(header, rows, str(path))
 
 

@@ -19,7 +19,7 @@ from gspo_env.batch.packing import upload
 from gspo_env.engines.embedded.direct import STATIC_ROPE
 from gspo_env.engines.embedded.kv_attention import attend_rows, causal_mask
 from gspo_env.engines.embedded.kv_cache import KVCache
-from gspo_env.model.load import first_line
+from gspo_env.errors import first_line
 
 logger = logging.getLogger(__name__)
 
