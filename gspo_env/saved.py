@@ -20,7 +20,8 @@ from gspo_env.files import parse_toml, regular_file
 from gspo_env.redaction import redact, visible
 from gspo_env.registry import BUILTIN
 from gspo_env.tracking.base import flatten
-from gspo_env.trust import Place, describe, file_names, read_record, texts_of, untrusted_settings
+from gspo_env.trust import Place, untrusted_settings
+from gspo_env.user_state import describe, file_names, texts_of, training_record
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +240,7 @@ def check_model(folder: Path, model: str, named: str = "") -> None:
     Raises:
         ConfigError: No record says that the user trained it there.
     """
-    if model not in ("", named, (read_record(folder) or {}).get("model")):
+    if model not in ("", named, training_record(folder).get("model")):
         raise ConfigError(
             f"the run {str(folder)!r} begins with the model {_as_json(model)}, and {_NO_RECORD}; "
             f"if you trust it, add {_flag('model', model, '')}"
@@ -270,7 +271,7 @@ def _find_problem(folder: Path, settings: Mapping[str, Any]) -> TrustProblem | N
     """Returns why settings are not known to be those that the user trained with in a folder."""
     folder = folder.resolve()
     places = (folder, *folder.parents[:_PARENTS])
-    records = [entry for place in places if (entry := read_record(place)) is not None]
+    records = list(filter(None, map(training_record, places)))
     if not records:  # and no file that an untrusted folder names is opened
         return TrustProblem(reason=_NO_RECORD)
     now = describe(settings)

@@ -9,12 +9,8 @@ user has trained there; while nothing has changed, they need no flag.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
-import json
-import logging
 import math
-import os
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping
@@ -25,12 +21,8 @@ from typing import Any
 from gspo_env.config import Config, to_toml
 from gspo_env.env.registration import find_builtin, read_members
 from gspo_env.errors import ConfigError
-from gspo_env.files import write_file
 from gspo_env.registry import BUILTIN, load_function, name_of
 from gspo_env.settings import Prose
-
-logger = logging.getLogger(__name__)
-
 
 Place = tuple[str, ...]
 """The place of a setting in the tree."""
@@ -53,25 +45,10 @@ def record(folder: Path, config: Config, model: str = "") -> None:
         model: Name or folder of the model, if it is loaded by name.
     """
     untrusted = needs_flags(config)
-    if not untrusted and not model:
-        return
-    try:
-        path = state_file("trained", str(folder.resolve()))
-        text = json.dumps(describe(untrusted) | {"model": model})
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_file(path.parent, path.name, lambda part: part.write_text(text))
-    except (OSError, RuntimeError) as error:  # there is no home
-        logger.warning(
-            "cannot note what %s was trained with (%s): its use needs flags such as --env",
-            *(folder, error),
-        )
+    if untrusted or model:
+        from gspo_env.user_state import record_training
 
-
-def changed_files(folder: Path, settings: Mapping[str, Any]) -> list[str]:
-    """Returns the files that settings name and that differ from those of the last training."""
-    trained = (read_record(folder) or {}).get("files") or {}
-    files = file_digests(settings).items()
-    return [name for name, digest in files if trained and digest not in trained.values()]
+        record_training(folder, untrusted, model)
 
 
 def untrusted_settings(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
@@ -156,57 +133,3 @@ def _words(hint: Any) -> tuple[Any, ...]:
     if typing.get_origin(hint) is typing.Literal:
         return typing.get_args(hint)
     return tuple(word for part in typing.get_args(hint) for word in _words(part))
-
-
-def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a record: a digest of the settings, those of the files that they name, the place."""
-    text = json.dumps(settings, sort_keys=True, default=str)
-    return {
-        "settings": hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest(),
-        "files": file_digests(settings),
-        "working folder": os.getcwd(),
-    }
-
-
-def state_file(kind: str, key: str) -> Path:
-    """Returns the file of a record in the user's state directory, which a key names."""
-    home = Path(os.environ.get("XDG_STATE_HOME", ""))
-    state = home if home.is_absolute() else Path.home() / ".local" / "state"
-    return state / "gspo-env" / kind / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-
-
-def read_record(folder: Path) -> dict[str, Any] | None:
-    """Returns the record of a folder, None if there is none."""
-    try:
-        entry = json.loads(state_file("trained", str(folder.resolve())).read_text())
-    except (OSError, ValueError, RuntimeError):  # there is no home
-        return None
-    return entry if isinstance(entry, dict) else None
-
-
-def file_digests(settings: Any) -> dict[str, str]:
-    """Returns the digest of each file that settings name."""
-    digests = {}
-    for name in (name for text in texts_of(settings) for name in file_names(text)):
-        with contextlib.suppress(OSError, ValueError):  # it can be no file's name
-            path = Path(os.path.expanduser(name))
-            if path.is_file():
-                with path.open("rb") as file:
-                    digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return digests
-
-
-def file_names(text: str) -> Iterator[str]:
-    """Yields what a text may name: `FILE`, `FILE:NAME` or `LABEL=FILE:NAME:WEIGHT`."""
-    for part in (text, text.partition("=")[2]):
-        pieces = part.split(":", 8)
-        yield from (":".join(pieces[:end]) for end in range(1, len(pieces) + 1) if pieces[0])
-
-
-def texts_of(value: Any) -> Iterator[str]:
-    """Yields the texts in a tree of settings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from texts_of(item)

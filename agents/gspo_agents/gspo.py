@@ -37,7 +37,6 @@ from gspo_env.errors import ConfigError
 from gspo_env.files import MODEL, SETTINGS
 from gspo_env.health.findings import Finding
 from gspo_env.health.startup import (
-    check_changed_files,
     check_player,
     check_settings,
     check_start,
@@ -194,6 +193,8 @@ class GSPOAgent:
         mode = decide_mode(self.model, config)
         if resumed is not None:
             checkpoints, recorded = resumed.checkpoints, resumed.recorded
+            from gspo_env.health.changed import check_changed_files
+
             findings += check_changed_files(checkpoints.run, needs_flags(config))
         else:
             folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")

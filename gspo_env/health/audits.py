@@ -18,8 +18,7 @@ from pathlib import Path
 
 from gspo_env.config import Config
 from gspo_env.env.registration import Member, load_creator, resolve_env
-from gspo_env.files import write_file
-from gspo_env.trust import file_digests, state_file
+from gspo_env.user_state import file_digests, read_record, write_record
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +38,8 @@ def audit_key(member: Member) -> str:
 def record_audit(key: str, found: Sequence[str]) -> None:
     """Records the names of what an audit found wrong; see `audit_key`."""
     entry = {"day": time.strftime("%Y-%m-%d"), "found": list(found)}
-    try:
-        path = state_file("audits", key)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_file(path.parent, path.name, lambda part: part.write_text(json.dumps(entry)))
-    except (OSError, RuntimeError) as error:  # there is no home
-        logger.warning("cannot record this audit (%s): trainings will not know of it", error)
+    if problem := write_record("audits", key, entry):
+        logger.warning("cannot record this audit (%s): trainings will not know of it", problem)
 
 
 def audit_advice(config: Config) -> str:
@@ -56,7 +51,7 @@ def audit_advice(config: Config) -> str:
 def _describe(member: Member) -> str:
     """Returns a sentence on the record of an environment."""
     try:
-        entry = json.loads(state_file("audits", audit_key(member)).read_text())
+        entry = read_record("audits", audit_key(member))
         day, found = str(entry["day"]), ", ".join(map(str, entry["found"]))
     except (OSError, RuntimeError, ImportError, ValueError, KeyError, TypeError):
         arguments = " with its --env-kwargs" if member.kwargs else ""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from gspo_env.chat.tokenizer import ChatTokenizer
 from gspo_env.config import Config, check_estimator
@@ -23,7 +21,6 @@ from gspo_env.runs.names import CONTROL, SPIKE
 from gspo_env.runs.run import History
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.tracking.multi import check_trackers
-from gspo_env.trust import changed_files
 from gspo_env.types import Group, Task
 
 FIRST_STEPS = 3
@@ -134,21 +131,6 @@ def check_first_steps(config: Config, history: History, warn: Callable[[Finding]
     if finding is not None and (step == last or finding.hopeless):
         warn(finding)
         refuse(finding, strict=config.strict)
-
-
-def check_changed_files(folder: Path, settings: Mapping[str, Any]) -> list[Finding]:
-    """Returns a finding if files that settings name have changed since the run was last trained.
-
-    Args:
-        folder: Folder of the run.
-        settings: Settings that may name files.
-    """
-    names = changed_files(folder, settings)
-    if not names:
-        return []
-    text = f"{', '.join(names)} has changed since this run was last trained."
-    advice = "Results before and after may not be comparable."
-    return [Finding(name="changed_file", text=text, advice=advice)]
 
 
 def asks_environments(config: Config) -> bool:
