@@ -30,7 +30,7 @@ from gspo_env.errors import (
 from gspo_env.redaction import TerminalFormatter, find_mark, redact
 from gspo_env.registry import load_function, load_module
 from gspo_env.runtime.loops import make_synchronous
-from gspo_env.runtime.threads import constructing, line_of
+from gspo_env.runtime.threads import constructing
 
 logger = logging.getLogger(__name__)
 
@@ -215,6 +215,8 @@ def _check_longest(value: Any) -> int | None:
 
 def _reason(error: BaseException) -> str:
     """Describes an error of an environment's own code, with the line that raised it."""
+    from gspo_env.runtime.where import line_of
+
     reason = str(error).split(" was raised from")[0].strip() or "no message"
     if isinstance(error, TypeError) and "__init__()" in reason:
         return reason  # a wrong argument

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gspo_env.runtime.threads import held_line
 from gspo_env.types import Task
 
 logger = logging.getLogger(__name__)
@@ -129,7 +128,9 @@ class Heartbeat:
             now = time.monotonic()
             quiet = min(self._idle(), now - last)
             if quiet >= self._seconds:
-                line = held_line(self._thread)
+                from gspo_env.runtime.where import EVENT_LOOP, held_line
+
+                line = held_line(self._thread, *EVENT_LOOP)
                 held = f"; {line} holds the event loop, {_NO_LIMIT}" if line else ""
                 logger.warning("no progress for %.0f s: %s%s", self._idle(), self._describe(), held)
                 last, quiet = now, 0.0

@@ -10,11 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import queue
 import reprlib
-import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -23,7 +20,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from gspo_env.errors import EnvironmentHangError, ForeignError
@@ -42,15 +38,6 @@ _LOOK_SECONDS = 0.2
 """Seconds between two looks at a call that has not returned."""
 _LONG = 10.0
 """Seconds after which a call that has not returned is mentioned once."""
-_LIBRARIES = tuple(
-    path + os.sep
-    for path in (
-        str(Path(__file__).parents[1]),
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    )
-)
-
-
 _calls: dict[int, _Call] = {}
 """The innermost call of environment code in each thread, by its ident."""
 _running: dict[int, Future[Any]] = {}
@@ -148,6 +135,8 @@ def foreign(error: BaseException) -> ForeignError:
         text = str(error)[:_MOST_TEXT]
     except Exception:  # a `__str__` that raises is one more fault of the environment
         text = "(its message cannot be read)"
+    from gspo_env.runtime.where import line_of
+
     trace = "".join(traceback.format_exception(error))[-_MOST_TRACE:]
     return ForeignError(type(error).__name__, text, line_of(error), trace)
 
@@ -185,39 +174,8 @@ def log_once(what: str, error: BaseException, then: str = "", *, trace: bool = F
     )
 
 
-def line_of(error: BaseException) -> str:
-    """Returns the innermost line of foreign code that an error went through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return (_environment_line(frames) or _line(frames[-1])) if frames else "unknown place"
-
-
-def _environment_line(frames: traceback.StackSummary) -> str:
-    """Returns the innermost line that is not of a library, or nothing."""
-    lines = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    return _line(lines[-1]) if lines else ""
-
-
-def _line(frame: traceback.FrameSummary) -> str:
-    path = Path(frame.filename)
-    if path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())
-    return f"{path}:{frame.lineno} in {frame.name}"
-
-
 def _is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-def held_line(thread: int) -> str:
-    """Returns the line of foreign code that runs in a thread's event loop, or nothing."""
-    frame = sys._current_frames().get(thread)
-    stack = traceback.extract_stack(frame) if frame is not None else ()
-    inside = traceback.StackSummary()
-    for entry in stack:
-        inside.append(entry)
-        if entry.filename.startswith((_LIBRARIES[0], os.path.dirname(asyncio.__file__))):
-            inside.clear()
-    return _environment_line(inside)
 
 
 class _Watch:
@@ -249,14 +207,9 @@ class _Watch:
 
     def _where(self) -> str:
         """Returns the line of the environment that runs in the thread, in brackets."""
-        frame = sys._current_frames().get(self._thread)
-        stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
-        inside = traceback.StackSummary()
-        for entry in stack:
-            inside.append(entry)
-            if entry.filename == __file__:
-                inside.clear()  # what calls environments is not their code
-        line = _environment_line(inside)
+        from gspo_env.runtime.where import held_line
+
+        line = held_line(self._thread, __file__)  # what calls environments is not their code
         return f" ({line})" if line else ""
 
 
