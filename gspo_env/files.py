@@ -256,25 +256,6 @@ def parse_toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def check_types(value: Any, like: Any, name: str = "state") -> None:
-    """Checks that JSON from an untrusted file has the types of other JSON.
-
-    Only what both have is compared, and no items of lists.
-
-    Raises:
-        ValueError: A value has another type, or is a number that no count and no time can be.
-    """
-    if isinstance(like, dict) and isinstance(value, dict):
-        for key in (key for key in like if key in value):
-            check_types(value[key], like[key], f"{name}.{key}")
-    elif like is not None:
-        number = isinstance(like, (int, float))
-        kinds = (int, float) if number else (list, tuple) if isinstance(like, tuple) else type(like)
-        right = isinstance(value, kinds)
-        if not right or (number and not abs(value) <= 2**53):
-            raise ValueError(f"{name} is {value!r:.80}")
-
-
 def part_of(path: Path) -> Path:
     """Returns where this process writes what is then renamed to `path`; see `remove_parts`."""
     return path.with_name(f".{path.name}.{os.getpid()}.part")

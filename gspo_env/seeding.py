@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
@@ -78,18 +77,3 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Sets the global generators to the result of `generator_states`."""
-    import torch
-
-    if "threads" in states and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(states["threads"], os.cpu_count() or 1)))
-    version, keys, gauss = states["python"]
-    random.setstate((version, tuple(keys), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-    for device, state in enumerate(states["cuda"]):
-        torch.cuda.set_rng_state(torch.tensor(state, dtype=torch.uint8), device)

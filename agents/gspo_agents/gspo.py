@@ -56,7 +56,6 @@ from gspo_env.seeding import (
     derive_seed,
     generator_states,
     seed_generators,
-    set_generator_states,
 )
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker, start
@@ -246,6 +245,8 @@ class GSPOAgent:
         limits, engine = self.config.rollout, self.config.engine
         if not self._start or limits.ray_workers or not isinstance(engine, Transformers):
             return {}
+        from gspo_env.restoring import set_generator_states
+
         states = generator_states()
         with self._collector() as collector, reporter.watch(collector):
             playing = collector.collect(self.split().tasks, seed=0, group_size=1)
@@ -293,7 +294,9 @@ class GSPOAgent:
                 before=before,
             )
             if resumed is not None:
-                loop.restore(resumed.checkpoint)
+                from gspo_env.training.resume import restore
+
+                restore(loop, resumed.checkpoint)
                 reporter.resume(loop.history, loop.scores.only)
             writer.interrupt.graceful = True
             history = self._loop.run(loop.train())

@@ -33,7 +33,8 @@ from gspo_env.model.head import usable_ids
 from gspo_env.model.threads import tokens_of_pass
 from gspo_env.recipes.build import imitation_samples
 from gspo_env.recipes.imitate import LOOKS
-from gspo_env.seeding import generator_states, set_generator_states
+from gspo_env.restoring import set_generator_states
+from gspo_env.seeding import generator_states
 from gspo_env.tracking.console import Progress
 from gspo_env.training.curriculum import next_options
 from gspo_env.training.split import draw_tasks

@@ -28,9 +28,9 @@ from gspo_env.model.load import load_model
 from gspo_env.model.save import make_output
 from gspo_env.redaction import write_text
 from gspo_env.registry import BUILTIN, name_of
+from gspo_env.restoring import set_generator_states
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.runs.run import CONFIG
-from gspo_env.seeding import set_generator_states
 from gspo_env.tracking.base import flatten
 from gspo_env.tracking.jsonl import JsonlFile
 from gspo_env.training.batches import KeptBatch, digest_of, read_batch

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gspo_env.errors import TrainingError
-from gspo_env.files import check_types
 from gspo_env.learner.state import numbers, weights_and_buffers
+from gspo_env.restoring import check_types
 
 if TYPE_CHECKING:
     from gspo_env.learner.learner import Learner

@@ -16,8 +16,9 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -32,9 +33,13 @@ from gspo_env.files import BATCHES, check_folder, read_file, step_folders
 from gspo_env.learner.settings import Trainer
 from gspo_env.redaction import redact_text
 from gspo_env.saved import SavedSettings, parse
+from gspo_env.tracking.console import part
 from gspo_env.training.checkpoints import CheckpointWriter, LearnerState, write_state
 from gspo_env.training.resume import MAX_STATE, Checkpoint, read_checkpoint
 from gspo_env.types import Episode, Group, StepInfo, Turn
+
+if TYPE_CHECKING:
+    from gspo_env.training.loop import Loop
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +125,14 @@ def write_batch(
             shutil.rmtree(old)
 
     checkpoints.try_write(f"the batch {name}", write)
+
+
+async def keep_batch(loop: Loop, writer: CheckpointWriter, step: int, batch: Batch) -> None:
+    """Keeps what the update of a step trains on, with the state before it; see `write_batch`."""
+    state = loop.state() | {"step": step}
+    keep = loop.config.episodes.keep_batches
+    with part("saving"):
+        await loop.buffer.run(partial(write_batch, writer, state, loop.learner.state, batch, keep))
 
 
 def newest(keep: KeepBatches) -> int:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gspo_env.batch.sample import Sample
-from gspo_env.files import check_types
 from gspo_env.recipes.build import Imitation
-from gspo_env.seeding import generator_states, set_generator_states
+from gspo_env.restoring import check_types, set_generator_states
+from gspo_env.seeding import generator_states
 from gspo_env.training.checkpoints import CheckpointWriter
 
 if TYPE_CHECKING:

@@ -28,12 +28,12 @@ import numpy as np
 
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.errors import OutputError
-from gspo_env.files import check_types
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.settings import LearnerConfig, Trainer
 from gspo_env.recipes.build import imitation_samples
 from gspo_env.recipes.teacher import in_format
 from gspo_env.redaction import redact_text
+from gspo_env.restoring import check_types
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.play import PolicyInput, demonstrator
 from gspo_env.rollout.pool import play_pooled

@@ -16,7 +16,6 @@ from gspo_env.credit.estimators import Estimator
 from gspo_env.credit.scores import ScoreChoice, Scores
 from gspo_env.engines.base import NamedTensors
 from gspo_env.episodes.writer import Tokens
-from gspo_env.files import check_types
 from gspo_env.health.findings import Finding
 from gspo_env.health.startup import check_first_steps
 from gspo_env.learner.settings import Trainer
@@ -24,7 +23,7 @@ from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats, control_metrics
 from gspo_env.runs.run import History, is_complete
-from gspo_env.seeding import derive_seed, generator_states, set_generator_states
+from gspo_env.seeding import derive_seed, generator_states
 from gspo_env.tracking.console import part
 from gspo_env.training.checkpoints import CheckpointWriter
 from gspo_env.training.curriculum import TaskSampler
@@ -34,7 +33,6 @@ from gspo_env.types import FloatArray, Group, Score, Task
 
 if TYPE_CHECKING:
     from gspo_env.training.interleaved import Interleaved
-    from gspo_env.training.resume import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -182,8 +180,11 @@ class Loop:
             sync = partial(undo.sync, self._sync, history=self.history, limit=limit)
         if samples:
             seed = derive_seed("batch", config.seed, step)
-            if config.episodes.keep_batches != "none":
-                await self._keep_batch(step, groups, samples, metrics, seed)
+            if self.writer is not None and config.episodes.keep_batches != "none":
+                from gspo_env.training.batches import Batch, keep_batch
+
+                batch = Batch(groups=groups, samples=samples, metrics=metrics, seed=seed)
+                await keep_batch(self, self.writer, step, batch)
             update = partial(self.learner.update, samples, seed, numbers)
             with part("update"):
                 metrics |= await self.buffer.run(update)
@@ -227,30 +228,11 @@ class Loop:
             return
         if best:
             self.best = {"step": step, "success": float(success or 0.0)}
-        save = partial(self.writer.save, self._state(), self.learner.state, best)
+        save = partial(self.writer.save, self.state(), self.learner.state, best)
         if not await self.buffer.run(save):
             self.best = former
 
-    async def _keep_batch(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        samples: Sequence[Sample],
-        metrics: Mapping[str, float],
-        seed: int,
-    ) -> None:
-        """Keeps what the update of a step trains on, with the state before it."""
-        from gspo_env.training.batches import Batch, write_batch
-
-        if self.writer is None:
-            return
-        batch = Batch(groups=groups, samples=samples, metrics=metrics, seed=seed)
-        state = self._state() | {"step": step}
-        write = partial(write_batch, self.writer, state, self.learner.state, batch)
-        with part("saving"):
-            await self.buffer.run(partial(write, self.config.episodes.keep_batches))
-
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Returns the state of the run at this moment, but for the learner's, as JSON."""
         return {
             "step": self.step,
@@ -263,31 +245,6 @@ class Loop:
             "buffer": self.buffer.state(),
             "generators": generator_states(),
         }
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Restores the state from a checkpoint of the same run.
-
-        Raises:
-            OutputError: It is not the state of a run.
-        """
-        with checkpoint.reading() as state:
-            self._restore(checkpoint, state)
-
-    def _restore(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
-        check_types(state, self._state())
-        self.step, self.episodes_played = int(state["step"]), float(state["played"])
-        if not 0 <= self.step <= self.config.steps:
-            raise ValueError(f"step is {self.step}")
-        check_types(state["best"], {"step": 0, "success": 0.0})
-        self.best = dict(state["best"])
-        self.history = [(int(step), dict(metrics)) for step, metrics in state["history"]]
-        self.tasks.state = dict(state["curriculum"])
-        self.buffer.restore(state["buffer"], self.step)
-        self.scores.restore(state["score"])
-        if self.imitation is not None:
-            self.imitation.restore(state["interleaved"])
-        self.learner.restore(checkpoint.tensors(), state["learner"])
-        set_generator_states(state["generators"])
 
     def _credit(self, groups: Sequence[Group], new: Sequence[Group]) -> Credit:
         """Computes the advantages with the score that all episodes before the first update decide.

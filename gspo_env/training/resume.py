@@ -20,7 +20,6 @@ from gspo_env.errors import DAMAGE, ConfigError, ModelError, OutputError, raised
 from gspo_env.files import (
     MODEL,
     check_folder,
-    check_types,
     parse_toml,
     read_file,
     regular_file,
@@ -28,6 +27,7 @@ from gspo_env.files import (
     step_folders,
 )
 from gspo_env.registry import BUILTIN, name_of
+from gspo_env.restoring import check_types, set_generator_states
 from gspo_env.runs.run import is_complete
 from gspo_env.saved import (
     SavedSettings,
@@ -51,6 +51,8 @@ from gspo_env.training.checkpoints import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from gspo_env.training.loop import Loop
 
 logger = logging.getLogger(__name__)
 
@@ -417,3 +419,26 @@ def moved_only(old: str | Sequence[str], new: str | Sequence[str]) -> bool:
             yield member.name, member.weight, f"class {name}" if name else member.spec
 
     return list(parts(old)) == list(parts(new))
+
+
+def restore(loop: Loop, checkpoint: Checkpoint) -> None:
+    """Restores the state of a loop from a checkpoint of the same run.
+
+    Raises:
+        OutputError: It is not the state of a run.
+    """
+    with checkpoint.reading() as state:
+        check_types(state, loop.state())
+        loop.step, loop.episodes_played = int(state["step"]), float(state["played"])
+        if not 0 <= loop.step <= loop.config.steps:
+            raise ValueError(f"step is {loop.step}")
+        check_types(state["best"], {"step": 0, "success": 0.0})
+        loop.best = dict(state["best"])
+        loop.history = [(int(step), dict(metrics)) for step, metrics in state["history"]]
+        loop.tasks.state = dict(state["curriculum"])
+        loop.buffer.restore(state["buffer"], loop.step)
+        loop.scores.restore(state["score"])
+        if loop.imitation is not None:
+            loop.imitation.restore(state["interleaved"])
+        loop.learner.restore(checkpoint.tensors(), state["learner"])
+        set_generator_states(state["generators"])

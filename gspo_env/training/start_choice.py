@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from gspo_env.recipes.imitate import LOOKS
+from gspo_env.restoring import set_generator_states
 from gspo_env.runs.names import IMITATION_PASS, IMITATION_PASS_LAST, IMITATION_STEP
-from gspo_env.seeding import generator_states, set_generator_states
+from gspo_env.seeding import generator_states
 from gspo_env.types import Group, Task
 
 
