@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,10 @@ def router_coefficient(model: Any) -> float:
 
 
 _MODE = "_gspo_training"
+States = tuple[Tensor, Sequence[Tensor]]
+"""The head's inputs (or the logits), and the logits of the routers of each layer."""
+Run = Callable[[PackedBatch, dict[str, Any]], States]
+"""Returns the states of the model tokens of a row; the options are keywords of the model."""
 
 
 class Scorer:
@@ -55,9 +60,13 @@ class Scorer:
         self._ids = head.usable_ids(model)
         marks = [i for i in head.mark_ids(model) if i < self._ids]
         self._marks = torch.tensor(marks, dtype=torch.long, device=next(model.parameters()).device)
-        # without a linear head, a batch would have logits of every token in memory
-        apart = self._run_alone if not padded or self.head is None else self._run_padded
-        self._run = self._run_packed if packed else apart
+        self._run: Run = self._run_packed
+        if not packed:
+            from gspo_env.model.unpacked import run_alone, run_padded
+
+            # without a linear head, a batch would have logits of every token in memory
+            is_batch = padded and self.head is not None
+            self._run = partial(run_padded if is_batch else run_alone, self.states)
         self.router_coefficient = router_coefficient(model)
         self._experts_per_token = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
         self._checkpointed = _checkpointed_layers(model)
@@ -96,7 +105,7 @@ class Scorer:
 
         return predictions, balance_router(router_logits, self._experts_per_token, batch.uses_T)
 
-    def _states(self, kept: Tensor | slice, **inputs: Any) -> tuple[Tensor, Sequence[Tensor]]:
+    def states(self, kept: Tensor | slice, **inputs: Any) -> States:
         """Returns the head's inputs (or the logits) of the kept tokens, and router logits."""
         if self.head is None or self._body is None:
             output = self.model(use_cache=False, logits_to_keep=kept, **inputs)
@@ -106,9 +115,7 @@ class Scorer:
             states = output.last_hidden_state[:, kept]
         return states, output.router_logits if "output_router_logits" in inputs else ()
 
-    def _run_packed(
-        self, batch: PackedBatch, options: dict[str, Any]
-    ) -> tuple[Tensor, Sequence[Tensor]]:
+    def _run_packed(self, batch: PackedBatch, options: dict[str, Any]) -> States:
         """Returns the head's inputs (or the logits) of the model tokens, and router logits."""
         source_M = batch.source_N
         if batch.distinct_M is not None:
@@ -120,7 +127,7 @@ class Scorer:
         attention = (
             TreeAttention(runs, device) if runs else PackedAttention(batch.lengths_B, device)
         )
-        states, routers = self._states(
+        states, routers = self.states(
             source_M,
             input_ids=batch.input_ids_T[None],
             position_ids=batch.positions_T[None],
@@ -128,38 +135,6 @@ class Scorer:
             **options,
         )
         return states[0], routers
-
-    def _run_alone(
-        self, batch: PackedBatch, options: dict[str, Any]
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Does the same with the model's own attention and a pass for each sequence."""
-        states, routers, start = [], [], 0
-        for length, source in zip(
-            batch.lengths_B, torch.split(batch.source_N, list(batch.counts_B)), strict=True
-        ):
-            ids = batch.input_ids_T[None, start : start + length]
-            state, router = self._states(source - start, input_ids=ids, **options)
-            states.append(state[0])
-            routers.append(router)
-            start += length
-        return torch.cat(states), [torch.cat(layer) for layer in zip(*routers, strict=True)]
-
-    def _run_padded(
-        self, batch: PackedBatch, options: dict[str, Any]
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Does the same with a batch for sequences of similar length, padded on the right.
-
-        No token sees what is to its right, so no mask is needed.
-        """
-        rows = PackedAttention(batch.lengths_B, batch.input_ids_T.device)
-        states, routers = [], []
-        for ids in rows.padded(batch.input_ids_T[:, None, None]):
-            ids_BL = ids[:, 0, :, 0]
-            state, layers = self._states(slice(None), input_ids=ids_BL, **options)
-            states.append(state[:, None])
-            routers.append([layer.view(len(ids_BL), 1, *ids_BL.shape[1:], -1) for layer in layers])
-        router_logits = [rows.unpadded(layer)[:, 0] for layer in zip(*routers, strict=True)]
-        return rows.unpadded(states)[batch.source_N, 0], router_logits
 
 
 def _checkpointed_layers(model: Any) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from support.learners import learner_of
 
 from gspo_env.batch.sample import to_samples
 from gspo_env.distributed.messages import pack_shares, split_over_ranks, unpack_shares
+from gspo_env.model.unpacked import run_alone
 from gspo_env.types import StepInfo
 
 
@@ -56,7 +58,7 @@ def test_the_gradient_is_that_of_the_models_own_cross_entropy(
         learner = learner_of(model, dtype=torch.float64, **config)
         if not packed:
             learner.policy.set_attn_implementation("sdpa")
-            monkeypatch.setattr(learner.scorer, "_run", learner.scorer._run_alone)
+            monkeypatch.setattr(learner.scorer, "_run", partial(run_alone, learner.scorer.states))
             learner._share_prefixes = False
         return learner
 

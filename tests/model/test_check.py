@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from gspo_env.model.adapters import add_adapter
 from gspo_env.model.attention import RAGGED
 from gspo_env.model.check import BOUND, NOISE, RunMode, check_model
 from gspo_env.model.load import load_model
+from gspo_env.model.unpacked import run_alone
 
 HYBRIDS = ("Qwen3.5", "Qwen3-Next", "Bamba", "Granite 4 hybrid", "Mamba 2", "LFM2", "Llama 4")
 ROPE = ("Phi-3, longrope", "Llama, dynamic RoPE")
@@ -240,7 +242,7 @@ def test_sequences_of_similar_length_run_as_one_padded_batch_with_the_same_numbe
     model = architectures.build("Qwen3.5-MoE")
     assert check_model(model).padded
     batched, single = (architectures.make_learner(copy.deepcopy(model)) for _ in range(2))
-    single.scorer._run = single.scorer._run_alone
+    single.scorer._run = partial(run_alone, single.scorer.states)
     samples = [cut(architectures.make_samples(0)[0], 60 + 4 * n) for n in range(4)]
     rows = [learner.scorer(learner.pack(samples), routers=True) for learner in (batched, single)]
     (ours, our_balance), (theirs, their_balance) = rows
