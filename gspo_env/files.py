@@ -23,6 +23,7 @@ import errno
 import fcntl
 import glob
 import json
+import logging
 import os
 import re
 import shutil
@@ -34,7 +35,9 @@ from typing import Any, TextIO
 
 import psutil
 
-from gspo_env.errors import OutputError
+from gspo_env.errors import DAMAGE, OutputError, reason_of
+
+logger = logging.getLogger(__name__)
 
 MODEL, BATCHES = "model", "batches"
 """The folders of a model in that of a run or a checkpoint, and of the batches that a run keeps."""
@@ -218,6 +221,37 @@ def read_file(folder: Path, name: str | PurePath, max_bytes: int) -> bytes:
         OSError: See `regular_file`.
     """
     return regular_file(folder, name, max_bytes).read_bytes()
+
+
+class left_out:
+    """A context that ends early, with a warning, where the file that is read in it is damaged.
+
+    Nothing is said of a file that is not there, as of a run in progress.
+
+    Args:
+        what: The file.
+        causes: Errors that say so, besides the usual ones.
+        then: What is done with it.
+
+    Example:
+        >>> with left_out("a list"):
+        ...     print(json.loads("[1, 2"))  # logs "a list is damaged and left out: Expecting ..."
+    """
+
+    def __init__(self, what: object, *causes: type[Exception], then: str = "left out") -> None:
+        self._what, self._then = what, then
+        self._causes: tuple[type[Exception], ...] = (OSError, *DAMAGE, *causes)
+
+    def __enter__(self) -> None:
+        """Does nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """Logs and drops an error of the file."""
+        is_damaged = isinstance(error, self._causes)
+        if error and is_damaged and not isinstance(error, FileNotFoundError):
+            reason = reason_of(error).partition("\n")[0]
+            logger.warning("%s is damaged and %s: %s", self._what, self._then, reason)
+        return is_damaged
 
 
 def read_small(folder: Path, name: str) -> str:

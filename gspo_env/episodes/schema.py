@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import typing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gspo_env.files import read_file, regular_file
+from gspo_env.files import left_out, read_file, regular_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-logger = logging.getLogger(__name__)
 
 FOLDER = "episodes"
 """Name of the folder in the run's folder."""
@@ -205,15 +202,10 @@ def episode_files(run: str | Path) -> list[EpisodeFile]:
     for path in Path(run, FOLDER).glob("*-*.parquet"):
         step, _, phase = path.stem.partition("-")
         if step.isdigit() and phase in PHASES:
-            try:
+            with left_out(path):  # or gone, since a resumed run thins its files out
                 path = regular_file(Path(run), f"{FOLDER}/{path.name}", _MAX_UNPACKED)
                 size = path.stat().st_size
-            except FileNotFoundError:  # a resumed run has thinned its files out
-                continue
-            except OSError as error:
-                logger.warning("%s is left out: it %s", path, error.strerror)
-                continue
-            listed.append(EpisodeFile(path=path, step=int(step), phase=phase, size=size))
+                listed.append(EpisodeFile(path=path, step=int(step), phase=phase, size=size))
     return sorted(listed, key=lambda file: (file.step, PHASES.index(file.phase)))
 
 
@@ -240,13 +232,9 @@ def read_table(path: Path) -> pa.Table | None:
     """Reads one file; None and a warning if it is damaged, None if it has just been deleted."""
     import pyarrow as pa
 
-    try:
+    with left_out(path, pa.ArrowException):
         return read_bounded(path, _MAX_UNPACKED).select(schema().names).cast(schema())
-    except FileNotFoundError:
-        return None
-    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-        logger.warning("%s is damaged and left out: %s", path, str(error).partition("\n")[0])
-        return None
+    return None
 
 
 def read_bounded(path: Path, max_bytes: int) -> pa.Table:
@@ -297,11 +285,7 @@ def _count(array: pa.Array) -> int:
 def read_tokens(run: str | Path) -> dict[int, str]:
     """Reads the text of each token id in the episodes of a run; empty if it is not known."""
     name = f"{FOLDER}/{TOKENS}"
-    try:
+    with left_out(f"{name} of {run}"):
         texts = json.loads(read_file(Path(run), name, _MAX_TOKENS)).items()
         return {int(number): str(text) for number, text in texts}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        logger.warning("%s of %s is damaged and left out: %s", name, run, error)
-        return {}
+    return {}

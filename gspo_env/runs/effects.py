@@ -8,17 +8,14 @@ The record goes with its batch: a run that is resumed before the step deletes bo
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from gspo_env.errors import OutputError, raised_as
-from gspo_env.files import BATCHES, WHATIF, read_file, step_folders
+from gspo_env.files import BATCHES, WHATIF, left_out, read_file, step_folders
 from gspo_env.redaction import redact_text, write_text
-
-logger = logging.getLogger(__name__)
 
 OWN = "the run's own"
 """The arm with the settings of the run."""
@@ -80,17 +77,13 @@ def read_effects(run: Path) -> dict[int, dict[str, Effect]]:
 
 def _read(batch: Path) -> dict[str, Effect]:
     names = [field.name for field in fields(Effect)]
-    try:
+    with left_out(batch / WHATIF):
         rows = json.loads(read_file(batch, WHATIF, _MAX_BYTES))
         return {
             str(name): Effect(**{key: _number(row[key]) for key in names})
             for name, row in rows.items()
         }
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        logger.warning("%s is damaged and left out: %s", batch / WHATIF, error)
-        return {}
+    return {}
 
 
 def _number(value: object) -> float:

@@ -11,7 +11,6 @@ Example:
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from gspo_env.files import (
     MODEL,
     WHATIF,
     check_folder,
+    left_out,
     parse_toml,
     read_file,
     saved_step,
@@ -43,8 +43,6 @@ from gspo_env.types import Episode, FloatArray, IntArray
 if TYPE_CHECKING:
     from gspo_env.runs.effects import Effect
 
-logger = logging.getLogger(__name__)
-
 CONFIG, WARNINGS = "config.toml", "warnings.txt"
 """Names of files in the folder of a run."""
 ENVIRONMENT_ERROR = "first-environment-error.txt"
@@ -52,8 +50,6 @@ _MAX_BYTES = 1 << 20
 """Bytes of a text file that are read."""
 _MAX_METRICS = 1 << 28
 """Bytes of a file of metrics that is read."""
-_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What a line raises that is not a record of metrics."""
 _SOLVED = 0.9
 """Success from which a run counts as solved: groups without variance are its end then."""
 SIGNIFICANT = 2.0
@@ -370,15 +366,12 @@ def _read_points(folder: Path) -> dict[str, tuple[list[int], list[float]]]:
     with raised_as(OutputError, f"cannot read {str(folder / METRICS)!r}", OSError):
         lines = read_file(folder, METRICS, _MAX_METRICS).split(b"\n")[:-1]
     for line in lines:
-        try:
+        with left_out(f"a line of {METRICS}"):
             record = json.loads(line)
             step = int(record["step"])
             values = {str(name): float(value) for name, value in record["metrics"].items()}
-        except _DAMAGED as error:
-            logger.warning("a line of %s is damaged and left out: %s", METRICS, error)
-            continue
-        for name, value in values.items():
-            metrics.setdefault(name, {})[step] = value
+            for name, value in values.items():
+                metrics.setdefault(name, {})[step] = value
     sorted_points = {name: dict(sorted(points.items())) for name, points in metrics.items()}
     return {name: (list(points), list(points.values())) for name, points in sorted_points.items()}
 

@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 from typing import Any, Generic, Literal, TypeVar
 
 from gspo_env.errors import DAMAGE, OutputError, raised_as
-from gspo_env.files import METRICS, plain_path, read_file, write_file
+from gspo_env.files import METRICS, left_out, plain_path, read_file, write_file
 from gspo_env.tracking.base import Point, RunInfo
 
 _log = logging.getLogger(__name__)
@@ -176,16 +176,13 @@ class Received:
     @classmethod
     def load(cls, folder: Path, name: str) -> Received:
         """Reads what the tracker `name` has received of the run in `folder`."""
-        try:
-            tree = json.loads(read_file(folder, _received_name(name), _MOST_BYTES))
+        file = _received_name(name)
+        with left_out(folder / file, then=f"everything is sent again to {name}"):
+            tree = json.loads(read_file(folder, file, _MOST_BYTES))
             metrics, calls = max(0, int(tree["metrics"])), max(0, int(tree["calls"]))
             names = {name: str(tree[name]) for name in ("id", "address")}
             return cls(**names, metrics=metrics, calls=calls)
-        except FileNotFoundError:
-            return cls()
-        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
-            _log.warning("%s: everything is sent again to %s: %s", folder, name, error)
-            return cls()
+        return cls()
 
     def save(self, folder: Path, name: str) -> None:
         """Writes the file."""
