@@ -141,7 +141,7 @@ BEFORE = {
 @pytest.fixture
 def kills(monkeypatch):
     """An imitation is saved after these steps, and its run copied as a kill leaves it."""
-    places, step, write = [], Imitation.step, Checkpoints._write
+    places, step, write = [], Imitation.step, Checkpoints.write
 
     def timed(self):
         loss = step(self)
@@ -156,7 +156,7 @@ def kills(monkeypatch):
             record(to, load_toml(to / "config.toml"), "base" if Path("base").exists() else "")
 
     monkeypatch.setattr(Imitation, "step", timed)
-    monkeypatch.setattr(Checkpoints, "_write", copying)
+    monkeypatch.setattr(Checkpoints, "write", copying)
     monkeypatch.setattr(checkpoints, "_PAUSE", 1e9)
     return places
 
@@ -362,10 +362,10 @@ FORGED = {
     "lists without end": ("state.json", b"[" * 10**6, "state.json has no step"),
     "a step that is a list": ("state.json", {"step": []}, "state.json has no step"),
     "a curriculum that is text": ("state.json", {"curriculum": "x"}, "state.curriculum is 'x'"),
-    "a history that is a number": ("state.json", {"history": 5}, "is damaged: ValueError"),
-    "a negative step": ("state.json", {"step": -1}, "is damaged: ValueError: step is -1"),
+    "a history that is a number": ("state.json", {"history": 5}, "is damaged: state.history is 5"),
+    "a negative step": ("state.json", {"step": -1}, "is damaged: step is -1"),
     "a best step that is text": (
-        *("state.json", {"best": {"step": "x"}}, "is damaged: ValueError: state.step is 'x'"),
+        *("state.json", {"best": {"step": "x"}}, "is damaged: state.step is 'x'"),
     ),
     "a score that is text": ("state.json", {"score": {"_turns": "x"}}, "_turns is 'x'"),
     "a huge count": ("state.json", {"buffer": {"next": 10**30}}, "buffer.next is 1000"),
@@ -403,7 +403,7 @@ def test_a_checkpoint_that_is_not_finite_is_refused_with_the_name_of_the_tensor(
     tensors[name].view(-1)[0] = float("nan")
     save_file(tensors, file)
     sign(file)
-    with pytest.raises(OutputError, match=f"is damaged: ValueError: {name} is not finite"):
+    with pytest.raises(OutputError, match=f"is damaged: {name} is not finite"):
         GSPOAgent.resume("run").train()
 
 
