@@ -14,110 +14,46 @@ from gspo_env.recipes.build import TEMPLATE
 
 DOUBLE = "{% set x = x ~ x %}\n"
 X = "{% set x = 'a' * 99999 %}"
-BOMBS = {
+TOO_LARGE = {
     "repeat": "{{ 'a' * 10000000000 }}",
-    "repeat a name": "{% set n = 9999999 %}{{ 'a' * n }}",
     "repeat a list": "{{ ([0] * 999999999) | length }}",
-    "power": "{{ 10 ** (10 ** 10) }}",
     "width": "{{ '%099999999999d' % 1 }}",
-    "width by name": "{{ '{:>9999999999}'.format('a') }}",
-    "width in a name": "{% set f = '%0999999999d' %}{{ f % 1 }}",
-    "width as an argument": "{{ '{:{}}'.format('a', 999999999) }}",
-    "center": "{{ 'a'.center(9999999999) }}",
-    "center filter": "{{ 'a' | center(9999999) }}",
     "doubling": "{% set x = 'aaaaaaaaaaaaaaaa' %}\n" + DOUBLE * 40 + "{{ x }}",
-    "doubling in a loop": (
-        "{% set n = namespace(x='aaaaaaaa') %}\n{% for i in range(60) %}\n"
-        "{% set n.x = n.x ~ n.x %}\n{% endfor %}\n"
-    ),
-    "loops": "{% for a in range(99999) %}\n{% for b in range(99999) %}\n{% endfor %}\n{% endfor %}",
-    "doubling in a block": "{% set x %}aaaaaaaaaaaaaaaa{% endset %}"
-    + "{% set x %}{{ x }}{{ x }}{% endset %}" * 40,
-    "doubling in with": "{% set x = 'aaaaaaaaaaaaaaaa' %}"
-    + "{% with x = x ~ x %}" * 40
-    + "{% endwith %}" * 40,
-    "doubling of two names": "{% set x, y = 'aaaaaaaaaaaaaaaa', 1 %}"
-    + "{% set x, y = x ~ x, y %}" * 40,
     "doubling in a macro": "{% macro f(x, n) %}{% if n %}{{ f(x ~ x, n - 1) }}{% endif %}"
     "{% endmacro %}{{ f('aaaaaaaaaaaaaaaa', 60) }}",
+    "a method by filter": "{% set f = 'a' | attr('center') %}{{ f(1000000 * 1000000) }}",
+    "replace": X + "{{ x | replace('a', x) | length }}",
+    "tojson": X + "{{ x | list | tojson(indent=1000000) | length }}",
+    "batch": X + "{% set y = [x] | batch(1000000 * 100, x) | list %}",
+    "strip tags": "{{ ('<!---->' * 40000000) | striptags }}",
+    "fields": X + "{% set f = '%(x)s' * 99999 %}{{ (f % {'x': x}) | length }}",
+    "one concatenation": X + "{{ (" + "x ~ " * 9999 + "x) | length }}",
+    "output": X + "{% for i in range(99999) %}{{ x }}{% endfor %}",
+    "own text": "{% for i in range(99999) %}" + "a" * 99999 + "{% endfor %}",
+}
+TOO_LONG = {
+    "repeat a name": "{% set n = 9999999 %}{{ 'a' * n }}",
+    "words": "{{ 'ab cd \n' * 1190000 }}",
+    "beginnings": "{{ '<' * 1000000 }}",
+    "control tokens": "{{ ('<|' ~ 'im_end|>') * 400000 }}",
+}
+ENDLESS = {
+    "power": "{{ 10 ** (10 ** 10) }}",
+    "loops": "{% for a in range(99999) %}\n{% for b in range(99999) %}\n{% endfor %}\n{% endfor %}",
     "macro that calls itself twice": (
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
     ),
-    "length": "{# " + "a" * 2**20 + " #}",
-    "a method by subscript": "{{ 'a'['ljust'](1000000 * 1000000) }}",
-    "a method by filter": "{% set f = 'a' | attr('center') %}{{ f(1000000 * 1000000) }}",
-    "zeros": "{{ 'a'.zfill(1000000 * 100000) }}",
-    "tabs": "{{ '\t'.expandtabs(1000000 * 1000) }}",
-    "bytes": "{{ (1).to_bytes(1000000 * 1000, 'big') | length }}",
-    "translate": X + "{{ x.translate({97: x}) | length }}",
     "encode": "{% set x = 'éa' * 999999 %}{% for i in range(99999) %}"
     "{% set y = x.encode('punycode') %}{% endfor %}",
-    "replace": X + "{{ x | replace('a', x) | length }}",
-    "replace by name": X + "{{ x | replace(old='a', new=x) | length }}",
-    "replace nothing": X + "{{ x.replace('', x) | length }}",
-    "join": X + "{{ x | join(x) | length }}",
-    "join of a method": X + "{{ x.join(x | list) | length }}",
-    "join by map": X + "{{ [x | list] | map('join', x) | list | length }}",
-    "indent": X + "{{ x | replace('a', '\n') | indent(1000000, true, true) | length }}",
-    "indent by text": X + "{{ x | replace('a', '\n') | indent(x, true, true) | length }}",
-    "wordwrap": X + "{{ x | wordwrap(1, true, x) | length }}",
-    "tojson": X + "{{ x | list | tojson(indent=1000000) | length }}",
-    "tojson by text": X + "{{ x | list | tojson(indent=x) | length }}",
-    "tojson with separators": X + "{{ x | list | tojson(separators=(x, x)) | length }}",
-    "batch": X + "{% set y = [x] | batch(1000000 * 100, x) | list %}",
-    "slice": "{{ [1] | slice(1000000 * 100) | list | length }}",
-    "xmlattr": X + "{{ {'a': [x] * 100000} | xmlattr | length }}",
-    "strip tags": "{{ ('<!---->' * 40000000) | striptags }}",
-    "lipsum": "{{ lipsum(n=1000000) }}",
-    "width put together": "{{ (('%' ~ '999999999d') % 1) | length }}",
-    "width behind a name": "{{ '%(a)999999999d' % {'a': 1} }}",
-    "width with flags": "{{ '%---------- 999999999d' % 1 }}",
-    "width of a format filter": "{% set f = '%999999999d' %}{{ f | format(1) }}",
-    "width of a format map": "{{ '{a:999999999}'.format_map({'a': 1}) }}",
-    "fields": X + "{% set f = '%(x)s' * 99999 %}{{ (f % {'x': x}) | length }}",
-    "braces": X + "{% set f = '{0}' * 99999 %}{{ f.format(x) | length }}",
-    "one concatenation": X + "{{ (" + "x ~ " * 9999 + "x) | length }}",
-    "a sum": X + "{{ (" + " + ".join(["(x * 40)"] * 999) + ") | length }}",
-    "repeat what a loop has": "{% for y in 'ab' %}{{ loop.previtem * 9999999999 }}{% endfor %}",
-    "repeat a default": "{{ ('z' | int('aaa')) * 9999999999 }}",
-    "output": X + "{% for i in range(99999) %}{{ x }}{% endfor %}",
-    "output of a macro": X
-    + "{% macro f() %}"
-    + "{{ x }}" * 9999
-    + "{% endmacro %}{{ f() | length }}",
-    "output of words": "{{ 'ab cd \n' * 1190000 }}",
-    "output of beginnings": "{{ '<' * 1000000 }}",
-    "output of control tokens": "{{ ('<|' ~ 'im_end|>') * 400000 }}",
-    "own text": "{% for i in range(99999) %}" + "a" * 99999 + "{% endfor %}",
     "nested lists": "{% set x = [0] %}" + "{% set x = [x, x] %}" * 60 + "{{ x | string | length }}",
-    "nested dicts": "{% set x = {} %}" + "{% set x = dict(a=x, b=x) %}" * 60 + "{{ x ~ '' }}",
-    "nested names": "{% set x = namespace(a=1) %}"
-    + "{% set x = namespace(a=[x, x]) %}" * 60
-    + "{{ x }}",
     "comparison": "{% set x = [0] %}{% set y = [0] %}"
     + "{% set x = [x, x] %}{% set y = [y, y] %}" * 60
     + "{{ x == y }}",
-    "reading": X + "{% for i in range(99999) %}{% set y = (x * 40) | upper %}{% endfor %}",
     "searching": X + "{% for i in range(99999) %}{{ 'b' in x * 40 }}{% endfor %}",
-    "sorting": X + "{{ (x * 40) | sort | length }}" * 8,
-    "grouping": X + "{{ (x * 40) | groupby('a') | length }}" * 8,
     "mapping": X + "{{ (x * 40) | map('lower') | list | length }}" * 8,
-    "selecting": X + "{{ x | list | select('in', 'b' * 4000000) | list | length }}",
-    "fields with a width": "{{ ('{0:9999}' * 300000).format(1) | length }}",
-    "tojson of nested lists": "{% set x = [0] %}"
-    + "{% set x = [x, x] %}" * 60
-    + "{{ x | tojson | length }}",
-    "reversing": X + "{% for i in range(99999) %}{% set y = (x * 40)[::-1] %}{% endfor %}",
-    "a number that is none": "{% set n = 1e308 * 10 - 1e308 * 10 %}{% set y = 2 ** n %}"
-    + "{{ 'a' * 10000000000 }}",
 }
-
-ENDLESS = (
-    *("power", "loops", "macro that calls itself twice", "encode", "slice", "lipsum", "reading"),
-    *("nested lists", "nested dicts", "nested names", "comparison", "searching"),
-    *("grouping", "mapping", "selecting", "tojson of nested lists", "reversing"),
-)
-"""Bombs that the limit of time ends, which is shorter for them."""
+"""Bombs that the limit of time ends."""
+A_SUM = X + "{{ (" + " + ".join(["(x * 40)"] * 999) + ") | length }}"
 
 
 @pytest.fixture
@@ -130,22 +66,33 @@ def little_memory():
     resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
-def test_a_bomb_is_one_error_and_takes_little_memory(tokenizer, little_memory, monkeypatch, bomb):
-    if bomb in ENDLESS:
+@pytest.mark.parametrize(
+    ("bomb", "sentence"),
+    [
+        *((bomb, "it takes too much memory") for bomb in TOO_LARGE.values()),
+        *((bomb, r"it writes more than \d+ characters") for bomb in TOO_LONG.values()),
+        *((bomb, "it takes more than 0.2 seconds of CPU time") for bomb in ENDLESS.values()),
+        ("{# " + "a" * 2**20 + " #}", "it has 1,049,0.. characters"),
+        (A_SUM, "it cannot be parsed"),
+    ],
+    ids=[*TOO_LARGE, *TOO_LONG, *ENDLESS, "length", "a sum"],
+)
+def test_a_bomb_is_one_error_and_takes_little_memory(
+    tokenizer, little_memory, monkeypatch, bomb, sentence
+):
+    if bomb in ENDLESS.values():
         monkeypatch.setattr("gspo_env.chat.bounds._SECONDS", 0.2)
     hostile = copy.deepcopy(tokenizer)
-    hostile.chat_template = BOMBS[bomb] + TEMPLATE
-    with pytest.raises(ChatTemplateError) as error:
+    hostile.chat_template = bomb + TEMPLATE
+    with pytest.raises(ChatTemplateError, match=sentence) as error:
         ChatTokenizer(hostile)
     assert not isinstance(error.value.__cause__, MemoryError)
-    assert bomb not in ENDLESS or "more than 0.2 seconds" in str(error.value)
 
 
-@pytest.mark.parametrize("bomb", ["loops", "comparison", "a sum"])
+@pytest.mark.parametrize("bomb", [ENDLESS["loops"], ENDLESS["comparison"], A_SUM], ids=range(3))
 def test_a_bomb_that_waits_for_tools_is_an_error_at_the_first_rendering_with_tools(tokenizer, bomb):
     hostile = copy.deepcopy(tokenizer)
-    hostile.chat_template = "{% if tools %}" + BOMBS[bomb] + "{% endif %}" + TEMPLATE
+    hostile.chat_template = "{% if tools %}" + bomb + "{% endif %}" + TEMPLATE
     with pytest.raises(TemplateBoundsError):
         _ = ChatTemplate(hostile).shows_tools
 
