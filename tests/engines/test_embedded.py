@@ -343,6 +343,12 @@ def test_a_large_cache_is_free_during_an_update_and_samples_the_same_bits_after_
     assert [(d.token_ids, d.logprobs) for d in before] == [(d.token_ids, d.logprobs) for d in after]
 
 
+FRESH = get_context("forkserver")
+FRESH.set_forkserver_preload(
+    ["gspo_env.engines.embedded.start", "torch", "transformers.models.qwen3.modeling_qwen3"]
+)
+
+
 def grown(lend):
     """The growth of a process from an update to the cache behind it, in bytes."""
     torch.set_num_threads(1)
@@ -366,5 +372,5 @@ def grown(lend):
 @pytest.mark.skipif(sys.platform != "linux", reason="the allocator of glibc")
 @pytest.mark.parametrize("lend", [False, True])
 def test_a_large_cache_takes_the_place_of_memory_that_an_update_has_freed(lend):
-    with ProcessPoolExecutor(1, get_context("spawn")) as fresh:  # others have left holes in a heap
+    with ProcessPoolExecutor(1, FRESH) as fresh:  # others have left holes in a heap
         assert fresh.submit(grown, lend).result() < 0.5 * 64 * 404 * 16384
