@@ -10,7 +10,7 @@ from gspo_agents.gspo import GSPOAgent
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("view") / "run"
     small = {"recipe": {"imitation_steps": 60}, "tasks_per_step": 3, "rollout": {"group_size": 3}}
@@ -18,8 +18,8 @@ def run(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
-def chromium(run):  # Playwright's loop runs in this thread: train before
+@pytest.fixture(scope="module")
+def chromium(run):  # Playwright's loop runs in this thread: train before, and no test of others
     from playwright.sync_api import sync_playwright
 
     system = next(filter(None, map(shutil.which, NAMES)), None)
