@@ -141,13 +141,13 @@ class TrackingError(GspoEnvError, RuntimeError):
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the message of an error, with its type where the message alone says little.
+    """Returns the message of an error, on one line, with its type where it alone says little.
 
     Example:
         >>> reason_of(OSError(2, "No such file")), reason_of(KeyError("step"))
         ('No such file', "KeyError: 'step'")
     """
-    text = str(getattr(error, "strerror", None) or error)
+    text = " ".join(str(getattr(error, "strerror", None) or error).split())
     is_sentence = text and isinstance(error, (OSError, ValueError, GspoEnvError))
     return text if is_sentence else f"{type(error).__name__}: {text}"
 
@@ -181,7 +181,7 @@ class raised_as:
         self,
         kind: type[Exception],
         problem: str,
-        *causes: type[Exception],
+        *causes: type[BaseException],
         mend: str = "",
         reason: Callable[[BaseException], str] = reason_of,
     ) -> None:

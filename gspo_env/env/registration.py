@@ -26,6 +26,7 @@ from gspo_env.errors import (
     EnvironmentContractError,
     GspoEnvError,
     UnknownEnvironmentError,
+    raised_as,
 )
 from gspo_env.redaction import TerminalFormatter, find_mark, redact
 from gspo_env.registry import load_function, load_module
@@ -132,12 +133,9 @@ def find_spec(spec: str | type) -> EnvSpec:
             f"{name!r} behind {source!r} is not a weight; expected a number above 0, and each of "
             "several environments as an argument of its own"
         )
-    try:
+    what = f"{source!r} of the environment cannot be imported"
+    with raised_as(UnknownEnvironmentError, what, ImportError):
         module = load_module(source)
-    except ImportError as error:
-        raise UnknownEnvironmentError(
-            f"{source!r} of the environment cannot be imported: {str(error).rstrip('.')}."
-        ) from error
     if name in registry:
         _OURS[name] = None
         return registry[name]

@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import httpx2 as httpx
 from annotated_types import Ge, Gt
 
-from gspo_env.errors import ConfigError, ToolServerError
+from gspo_env.errors import ConfigError, ToolServerError, raised_as
 from gspo_env.runtime.processes import Guard
 from gspo_env.settings import settings
 
@@ -294,7 +294,7 @@ def _open_cache(path: str) -> sqlite3.Connection:
     Raises:
         ConfigError: It cannot.
     """
-    try:
+    with raised_as(ConfigError, f"cache is {path!r}; expected a file of answers", sqlite3.Error):
         cache = sqlite3.connect(
             path or ":memory:", timeout=60, isolation_level=None, check_same_thread=False
         )
@@ -303,8 +303,6 @@ def _open_cache(path: str) -> sqlite3.Connection:
         if schema != [(f"CREATE TABLE {_TABLE}",)]:  # a trigger might never end
             raise sqlite3.DatabaseError(f"it has {schema[-1][0]!r:.80}")
         cache.executescript(f"BEGIN IMMEDIATE; {_INSERT.replace('?', 'NULL')}; ROLLBACK")
-    except sqlite3.Error as error:
-        raise ConfigError(f"cache is {path!r}; expected a file of answers: {error}") from error
     return cache
 
 

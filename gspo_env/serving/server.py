@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from gspo_env.errors import ConfigError, RefusedError
+from gspo_env.errors import ConfigError, RefusedError, raised_as
 from gspo_env.serving.session import (
     ANSWER_SECONDS,
     Answer,
@@ -51,13 +51,11 @@ class PolicyServer:
         self._lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
-        try:
+        with raised_as(ConfigError, f"cannot listen on {host}:{port}", OSError):
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             self._socket = socket.create_server((host, port), family=family, backlog=1024)
             # asyncio does not set it on such sockets; without it each answer waits for 40 ms
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
         self.host, self.port = host, int(self._socket.getsockname()[1])
         self._loop = asyncio.new_event_loop()
         self._server = self._make_server(log)

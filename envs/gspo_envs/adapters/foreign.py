@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gspo_env.env.base import MAX_TEXT_LENGTH, Options, ResetResult, StepResult, TextEnv
-from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.errors import ConfigError, MissingExtraError, raised_as
 from gspo_env.redaction import clean
 from gspo_env.runtime.threads import log_once
 from gspo_env.seeding import fingerprint, global_generators_kept
@@ -173,13 +173,11 @@ def load(module: str, package: str, extra: str = "", *, install: str = "") -> Mo
         MissingExtraError: The package, or one that it needs, is not installed.
     """
     handlers, level = logging.root.handlers[:], logging.root.level
+    install = install or f"'gspo-env[{extra}]'"
+    what, hint = f"{package} cannot be imported", f"; pip install {install}"
     try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        install = install or f"'gspo-env[{extra}]'"
-        raise MissingExtraError(
-            f"{package} cannot be imported ({error}): pip install {install}."
-        ) from error
+        with raised_as(MissingExtraError, what, ModuleNotFoundError, mend=hint):
+            return importlib.import_module(module)
     finally:
         logging.root.handlers[:] = handlers
         logging.root.setLevel(level)

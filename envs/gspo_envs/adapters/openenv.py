@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gspo_env.env.base import ResetResult, StepResult
-from gspo_env.errors import ConfigError, ToolServerError
+from gspo_env.errors import ConfigError, ToolServerError, raised_as
 from gspo_env.redaction import resolve
 from gspo_env.registry import load_function
 from gspo_env.runtime import loops
@@ -82,13 +82,10 @@ class OpenEnvEnv(ForeignEnv):
             ToolServerError: The server cannot be reached, is full or refuses the session.
         """
         arguments = {"seed": seed, **self._reset, **options}
-        try:
+        hint = "; a full server needs a lower rollout.concurrency or more sessions"
+        what = f"OpenEnv: {self.url} began no episode"
+        with raised_as(ToolServerError, what, Exception, mend=hint):
             result = loops.run(self._ask("reset", **arguments), _LOOP)
-        except Exception as error:
-            raise ToolServerError(
-                f"OpenEnv: {self.url} began no episode ({type(error).__name__}: {error}); a full "
-                "server needs a lower rollout.concurrency or more sessions"
-            ) from error
         key = (result.metadata or {}).get("task_key")
         return self._read(result), {} if key is None else {"task_key": key}
 

@@ -9,7 +9,7 @@ import threading
 import warnings
 from typing import Any
 
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, raised_as
 from gspo_env.runtime.processes import PrivateFolder
 from gspo_env.seeding import fingerprint
 from gspo_envs.adapters.foreign import load
@@ -113,13 +113,10 @@ class TextWorldEnv(TextGameEnv):
         self._make[f"tw-{self._name}"][2](parser)
         words = ["--split", split] * (self._name == "cooking")  # unless `params` has another one
         words += (params or GAMES[self._name]).split()
-        try:
+        what, faults = f"TextWorld: params is {params!r}", (argparse.ArgumentError, SystemExit)
+        usage = " ".join(parser.format_usage().split()[2:])
+        with raised_as(ConfigError, what, *faults, mend=f"; expected {usage}"):
             return vars(parser.parse_args(words))
-        except (argparse.ArgumentError, SystemExit) as error:
-            usage = " ".join(parser.format_usage().split()[2:])
-            raise ConfigError(
-                f"TextWorld: params is {params!r}: {error}; expected {usage}"
-            ) from None
 
     def _compiled(self, row: Any) -> str:
         """Returns the file of a game."""
@@ -130,10 +127,8 @@ class TextWorldEnv(TextGameEnv):
         path = _folder().path / f"{key}.z8"
         if not path.exists():
             options.path = str(path)
-            try:
+            with raised_as(ConfigError, f"TextWorld: params is {self._params!r}", ValueError):
                 game = self._make[f"tw-{self._name}"][1](settings, options)
-            except ValueError as error:
-                raise ConfigError(f"TextWorld: params is {self._params!r}: {error}") from error
             self._world.generator.compile_game(game, options)
         return str(path)
 

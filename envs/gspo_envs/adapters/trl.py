@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from gspo_env.env.base import Action, Options, ResetResult
 from gspo_env.env.tool_env import Answer
-from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.errors import ConfigError, EnvironmentContractError, raised_as
 from gspo_env.redaction import clean
 from gspo_env.runtime.loops import settle
 from gspo_env.runtime.threads import foreign, log_once
@@ -192,11 +192,9 @@ def _tool(function: Callable[..., Any]) -> Tool:
         get_json_schema,
     )
 
-    try:
+    faults = (DocstringParsingException, TypeHintParsingException, NameError)
+    with raised_as(ConfigError, f"tool {getattr(function, '__qualname__', function)}", *faults):
         schema = get_json_schema(function)["function"]
-    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
-        name = getattr(function, "__qualname__", repr(function))
-        raise ConfigError(f"tool {name}: {' '.join(str(error).split())}") from error
     name, about, parameters = (schema[key] for key in ("name", "description", "parameters"))
     return Tool(name=name, description=about, parameters=parameters, function=function)
 

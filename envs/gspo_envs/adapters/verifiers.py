@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from gspo_env.env.base import StepResult
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, raised_as
 from gspo_env.registry import load_function
 from gspo_env.runtime import loops
 from gspo_envs.adapters.foreign import RowEnv, load
@@ -198,11 +198,9 @@ def _new_trace(task: Any) -> Any:
 def _load_tasks(name: str, config: str, limit: int | None) -> tuple[Play, list[Any]]:
     """Loads a taskset once for all environments of the process; `config` is JSON."""
     vf = load("verifiers.v1", "verifiers", "verifiers")
-    try:
+    faults = (ImportError, AttributeError, TypeError, ValueError)
+    with raised_as(ConfigError, f"verifiers: taskset {name!r} cannot be loaded", *faults):
         play, taskset = _taskset(vf, name, json.loads(config))
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"verifiers: taskset {name!r} cannot be loaded: {reason}") from error
     if limit is None and not taskset.bounded:
         raise ConfigError(f"verifiers: taskset {name!r} is infinite, give a limit.")
     tasks = list(islice(taskset, limit))

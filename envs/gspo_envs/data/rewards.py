@@ -18,7 +18,7 @@ from numbers import Real
 from typing import Any
 
 from gspo_env.env.isolated import ISOLATED
-from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
+from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError, raised_as
 from gspo_env.registry import load_function
 from gspo_env.rewards import GroupReward, score_group
 from gspo_env.runtime import loops
@@ -303,13 +303,11 @@ class RewardModel:
 
         self.name = name or re.sub(r"\W", "_", str(path).rstrip("/").rpartition("/")[2])
         self.batch_size = batch_size
-        try:
+        hint = " (a reward function is named module:function or file.py:function)"
+        with raised_as(
+            ModelError, f"reward model {path!r} cannot be loaded", ModelError, mend=hint
+        ):
             self.model, self.tokenizer = load_model(path, kind="AutoModelForSequenceClassification")
-        except ModelError as error:
-            raise ModelError(
-                f"reward model {path!r} cannot be loaded: {error} (a reward function is named "
-                "module:function or file.py:function)"
-            ) from error
         self.model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
         self._label = self._find(label)
         if self.tokenizer.pad_token is None:

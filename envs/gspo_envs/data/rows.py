@@ -21,7 +21,7 @@ import numpy as np
 from gspo_env.chat.messages import read_messages
 from gspo_env.env.base import ResetResult
 from gspo_env.episodes.schema import read_bounded
-from gspo_env.errors import ConfigError, MissingExtraError, RefusedError
+from gspo_env.errors import ConfigError, MissingExtraError, RefusedError, raised_as
 from gspo_env.redaction import clean
 from gspo_env.seeding import HELD_OUT, draw_index, fingerprint
 
@@ -35,6 +35,8 @@ _JSON_CHAT = re.compile(r'\s*\[\s*\{\s*"(?:role|content|from|value)"\s*:')
 _ROUNDING = 1e-9
 """Added before a product is rounded down."""
 
+_UNREADABLE = (OSError, ValueError, csv.Error, RecursionError)
+"""What reading a text file raises where that is damaged."""
 _MAX_TEXT, _MAX_UNPACKED = 1 << 30, 1 << 33
 """Bytes of a text file, whose rows take many times as much memory, and of an unpacked Parquet
 file; others may have written both."""
@@ -142,10 +144,8 @@ def has_calls(chat: Any) -> bool:
 
 def _read_history(chat: Any, where: str) -> tuple[str | None, list[Message]]:
     """Parses a chat in OpenAI's format in which tools are called."""
-    try:
+    with raised_as(ConfigError, where, RefusedError):
         read = read_messages(json.loads(as_json(chat)))
-    except RefusedError as error:
-        raise ConfigError(f"{where}: {error}") from None
     system = read.pop(0).content if read[0].role == "system" else None
     if read[0].role != "user":
         raise ConfigError(f"{where} begins with {read[0].role!r}; expected a message of the user")
@@ -271,29 +271,24 @@ def _open_path(source: str, split: str, subset: str | None, stamp: int) -> Rows:
                 f"data: {path} has {size:,} bytes; expected at most {_MAX_TEXT:,}, or a Parquet "
                 "file, which takes less memory."
             )
-        try:
+        with raised_as(ConfigError, f"data: {path} cannot be read", *_UNREADABLE):
             return read(path)
-        except ConfigError:
-            raise
-        except (OSError, ValueError, csv.Error, RecursionError) as error:
-            raise ConfigError(f"data: {path} cannot be read: {error}.") from error
     if path.is_file() and suffix != ".parquet":
         kinds = ", ".join(_READERS)
         raise ConfigError(f"data: {path} is of no known kind, expected {kinds} or .parquet.")
-    try:
-        if suffix == ".parquet":
-            return _Parquet(path)
+    if suffix == ".parquet":
+        return _Parquet(path)
+    hint = "; pip install 'gspo-env[datasets]'"
+    with raised_as(
+        MissingExtraError, f"{source} needs the package datasets", ImportError, mend=hint
+    ):
         from datasets import DatasetDict, load_dataset, load_from_disk
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{source} needs the package datasets ({error}): pip install 'gspo-env[datasets]'"
-        ) from error
     saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-    try:
+    with raised_as(
+        ConfigError, f"data: {source!r} cannot be loaded", OSError, ValueError, KeyError
+    ):
         loaded = load_from_disk(source) if saved else load_dataset(source, subset, split=split)
         return loaded[split] if isinstance(loaded, DatasetDict) else loaded  # type: ignore[no-any-return]
-    except (OSError, ValueError, KeyError, ConnectionError) as error:
-        raise ConfigError(f"data: {source!r} cannot be loaded: {error}.") from error
 
 
 def _read_json(path: Path) -> Rows:
@@ -325,10 +320,8 @@ def _read_jsonl(path: Path) -> Rows:
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not line.strip():
             continue
-        try:
+        with raised_as(ConfigError, f"Dataset: {path}, line {number}", ValueError, RecursionError):
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"Dataset: {path}, line {number}: {error}.") from error
         if not isinstance(row, dict):
             raise ConfigError(f"Dataset: {path}, line {number}: expected a JSON object.")
         rows.append(row)
@@ -351,10 +344,9 @@ class _Parquet(Sequence[Mapping[str, Any]]):
     def __init__(self, path: Path) -> None:
         import pyarrow
 
-        try:
+        faults = (pyarrow.ArrowException, OSError, ValueError)
+        with raised_as(ConfigError, f"data: {path} cannot be read", *faults):
             self._table = read_bounded(path, _MAX_UNPACKED)
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise ConfigError(f"data: {path} cannot be read: {error}.") from error
 
     def __len__(self) -> int:
         return int(self._table.num_rows)

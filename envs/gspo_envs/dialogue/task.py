@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, raised_as
 from gspo_env.given_file import read_given
 from gspo_env.tools.tool import Tool, tool_methods
 from gspo_env.types import ToolCall
@@ -152,14 +152,10 @@ def read_tau2(path: str, script: str) -> list[DialogueTask]:
     Raises:
         ConfigError: The file cannot be read or has no task that can be scored.
     """
-    try:
+    faults = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+    with raised_as(ConfigError, f"tasks is {path!r}; expected a task file of tau2-bench", *faults):
         values = json.loads(read_given(Path(path), _MOST_BYTES))
         tasks = [_read_task(value, script) for value in values]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"tasks is {path!r}; expected a task file of tau2-bench: {type(error).__name__}: "
-            f"{error}"
-        ) from error
     scored = [task for task in tasks if task is not None]
     if not scored:
         raise ConfigError(f"tasks is {path!r}, of whose {len(tasks)} tasks none can be scored")

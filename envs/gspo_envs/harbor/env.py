@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from gspo_env.env.base import Options, ResetResult
 from gspo_env.env.tool_env import ToolEnv
-from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.errors import ConfigError, EnvironmentContractError, raised_as
 from gspo_env.redaction import clean
 from gspo_env.runtime.threads import without_limit
 from gspo_env.sandbox import SandboxResult, Stop
@@ -251,7 +251,8 @@ def _read_reward(session: SandboxSession, name: str) -> tuple[float, dict[str, f
         EnvironmentContractError: It is not a finite number.
     """
     parts: dict[str, float] = {}
-    try:
+    faults = (ValueError, TypeError, AttributeError, RecursionError)
+    with raised_as(EnvironmentContractError, f"Harbor: the reward of {name!r}", *faults):
         if (data := session.get(f"{_REWARDS}/reward.txt")) is not None:
             reward = float(data)
         elif (data := session.get(f"{_REWARDS}/reward.json")) is not None:
@@ -259,8 +260,6 @@ def _read_reward(session: SandboxSession, name: str) -> tuple[float, dict[str, f
             reward = parts.pop("reward", sum(parts.values()) / max(1, len(parts)))
         else:
             return 0.0, {}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise EnvironmentContractError(f"Harbor: the reward of {name!r}: {error}") from error
     if not all(map(math.isfinite, (reward, *parts.values()))):
         raise EnvironmentContractError(f"Harbor: the reward of {name!r} is not a finite number.")
     return reward, parts

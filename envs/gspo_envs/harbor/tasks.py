@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, raised_as
 from gspo_env.sandbox import Sandbox
 from gspo_env.sandbox.session import SandboxSession, pack
 
@@ -81,7 +81,9 @@ def _read_task(folder: Path) -> HarborTask:
             raise ConfigError(f"Harbor: {name} of {folder.name!r} links to a file outside of it.")
     if (folder / "instruction.md").stat().st_size > _LONGEST:
         raise ConfigError(f"Harbor: instruction.md of {folder.name!r} is larger than 1 MiB.")
-    try:
+    # TOML errors are ValueErrors
+    faults = (ValueError, TypeError, AttributeError)
+    with raised_as(ConfigError, f"Harbor: task.toml of {folder.name!r}", *faults):
         config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         environment, verifier = config.get("environment", {}), config.get("verifier", {})
         if verifier.get("env") or environment.get("env"):
@@ -101,8 +103,6 @@ def _read_task(folder: Path) -> HarborTask:
             cpus=float(environment.get("cpus") or 1),
             image=image,
         )
-    except (ValueError, TypeError, AttributeError) as error:  # TOML errors are ValueErrors
-        raise ConfigError(f"Harbor: task.toml of {folder.name!r}: {error}") from error
 
 
 def _seconds(table: Mapping[str, Any], name: str) -> float:

@@ -27,6 +27,7 @@ from gspo_env.errors import (
     EnvironmentHangError,
     ForeignError,
     RefusedError,
+    raised_as,
 )
 from gspo_env.registry import load_function
 from gspo_env.tools.tool import Tool
@@ -359,14 +360,11 @@ def _read_program(
             "because a function runs in this process."
         )
     function = load_function(program, "program") if isinstance(program, str) else program
-    try:
+    name = getattr(function, "__name__", repr(function))
+    what = f"Program: {name} cannot be called as {name}(task, base_url=..., api_key=...)"
+    hint = "; add these parameters, for its client: OpenAI(base_url=base_url, api_key=api_key)."
+    with raised_as(ConfigError, what, TypeError, ValueError, mend=hint):
         inspect.signature(function).bind({}, base_url="", api_key="")
-    except (TypeError, ValueError) as error:
-        name = getattr(function, "__name__", repr(function))
-        raise ConfigError(
-            f"Program: {name} cannot be called as {name}(task, base_url=..., api_key=...): {error}"
-            "; add these parameters, for its client: OpenAI(base_url=base_url, api_key=api_key)."
-        ) from error
     return partial(start_function, function), None
 
 
