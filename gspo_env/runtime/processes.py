@@ -53,29 +53,6 @@ def spawn(
     return Guard(["run", str(grace), *command], stdout=log, stderr=log, env=env)
 
 
-def spawn_reporting(
-    command: Sequence[str], stdin: IO[bytes], env: Mapping[str, str], grace: float
-) -> tuple[Guard, int]:
-    """Starts a command as `spawn` does, with pipes for its output.
-
-    Returns:
-        The guard, and a pipe that gets `exit N` as soon as the command has ended; N is negative for
-        a signal.
-    """
-    status, far_end = os.pipe()
-    descriptors = (far_end, stdin.fileno())
-    try:
-        task = ["report", str(grace), *map(str, descriptors), *command]
-        pipe = subprocess.PIPE
-        guard = Guard(task, stdout=pipe, stderr=pipe, env=env, pass_fds=descriptors)
-    except BaseException:
-        os.close(status)
-        raise
-    finally:
-        os.close(far_end)
-    return guard, status
-
-
 def read_streams(
     process: subprocess.Popen[bytes], status: int, seconds: float
 ) -> Iterator[tuple[int, bytes]]:
@@ -192,7 +169,7 @@ class Guard:
         cwd: str | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Starts it; see `spawn`, `spawn_reporting` and `PrivateFolder`."""
+        """Starts it with a task; see `main`."""
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(os.getpid()), *task],
             stdin=subprocess.PIPE,
@@ -254,7 +231,8 @@ def main() -> NoReturn:
     """Runs a guard.
 
     Its arguments: `PARENT hold PREFIX`, `PARENT run GRACE COMMAND...`, or
-    `PARENT report GRACE STATUS STDIN COMMAND...` with two descriptors.
+    `PARENT report GRACE STATUS STDIN COMMAND...` with two descriptors, of which the first gets
+    `exit N` as soon as the command has ended; N is negative for a signal.
     """
     parent, task, rest = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Interval
 
 from gspo_env.errors import ConfigError, SandboxUnavailableError
 from gspo_env.runtime.processes import PrivateFolder, read_streams
@@ -22,14 +24,15 @@ from gspo_env.sandbox.launcher import (
     GRACE_SECONDS,
     PORT,
     CommandEnd,
-    JailedCommand,
+    StartedCommand,
     begin,
     exit_code,
     jailed,
     launch,
     make_request,
-    wait_for_end,
+    started,
 )
+from gspo_env.settings import settings
 
 if TYPE_CHECKING:
     from gspo_env.sandbox.session import SandboxSession
@@ -37,13 +40,13 @@ if TYPE_CHECKING:
 __all__ = [
     "PORT",
     "CommandEnd",
-    "JailedCommand",
     "Sandbox",
     "SandboxResult",
+    "StartedCommand",
     "Stop",
     "find_missing",
     "find_missing_for_commands",
-    "wait_for_end",
+    "started",
 ]
 logger = logging.getLogger(__name__)
 
@@ -86,7 +89,11 @@ class SandboxResult:
         return self.exit_code == 0 and self.stopped is None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+Size = Annotated[int, Interval(ge=1, lt=1 << 24)]
+"""A limit that is a whole number."""
+
+
+@settings
 class Sandbox:
     r"""Runs code with these limits, each run in a new process, new namespaces and an empty folder.
 
@@ -95,19 +102,19 @@ class Sandbox:
         '42\n'
     """
 
-    seconds: float = 5.0
+    seconds: Annotated[float, Interval(ge=0.01, lt=1 << 24)] = 5.0
     """Wall-clock limit."""
-    cpu_seconds: int = 5
+    cpu_seconds: Size = 5
     """CPU seconds of each process."""
-    memory_mib: int = 256
+    memory_mib: Annotated[int, Interval(ge=64, lt=1 << 24)] = 256
     """Address space of each process."""
-    processes: int = 1
+    processes: Size = 1
     """Simultaneous processes and threads. They use at most this times `memory_mib` of memory."""
-    file_mib: int = 16
+    file_mib: Size = 16
     """Size of the largest file."""
-    disk_mib: int = 32
+    disk_mib: Size = 32
     """Size of all files in the private folder, which is kept in memory."""
-    output_kib: int = 64
+    output_kib: Size = 64
     """Size of standard output and of standard error. A run that exceeds one ends, and the result
     omits the other, because its length at that moment is random."""
     readable: tuple[str, ...] = ()
@@ -116,16 +123,11 @@ class Sandbox:
     """Run without isolation if this machine has none: with limits, but without protection."""
 
     def __post_init__(self) -> None:
-        """Validates the limits.
+        """Looks for the folders.
 
         Raises:
-            ConfigError: A limit is not positive, or a folder does not exist.
+            ConfigError: One does not exist.
         """
-        for name in self.__slots__:
-            value = getattr(self, name)
-            low = 64 if name == "memory_mib" else 1 if isinstance(value, int) else 0.01
-            if name not in ("readable", "allow_unsafe") and not low <= value < 1 << 24:
-                raise ConfigError(f"Sandbox: {name} is {value}, expected at least {low}.")
         for path in self.readable:
             if not os.path.exists(path):
                 raise ConfigError(f"Sandbox: readable path {path!r} does not exist.")
@@ -171,9 +173,8 @@ class Sandbox:
         *,
         stdin: str = "",
         variables: Mapping[str, str] | None = None,
-        port: int = PORT,
         links: Mapping[str, str] | None = None,
-    ) -> Iterator[JailedCommand]:
+    ) -> Iterator[StartedCommand]:
         """Starts a command, which ends with the block; `seconds` and `output_kib` do not count.
 
         It may start the programs in `/usr/bin`, `/bin` and `readable`, and it has a loopback
@@ -184,15 +185,14 @@ class Sandbox:
             command: The program and its arguments.
             stdin: Its standard input.
             variables: Its environment variables, beside `HOME`, `TMPDIR`, `LANG` and `PATH`.
-            port: The port of the socket, at 127.0.0.1 inside.
             links: Symbolic links inside, with what they lead to.
 
         Raises:
             SandboxUnavailableError: It cannot be isolated; `allow_unsafe` does not help.
         """
         self.check_commands()
-        with jailed(self, command, stdin, variables or {}, port, links or {}) as started:
-            yield started
+        with jailed(self, command, stdin, variables or {}, links or {}) as running:
+            yield running
 
     def open(self, writable: Sequence[str] = ()) -> SandboxSession:
         """Starts a sandbox that lives for several commands, which may start programs.
@@ -242,8 +242,8 @@ def find_missing_for_commands() -> str | None:
     box = Sandbox(cpu_seconds=20, memory_mib=512, processes=4, readable=(command[0],))
 
     def trial(code: str) -> CommandEnd:
-        with jailed(box, command, code, {}, PORT, {}) as started:
-            if (end := started.wait(_TRIAL_SECONDS)) is None:
+        with jailed(box, command, code, {}, {}) as running:
+            if (end := running.wait(_TRIAL_SECONDS)) is None:
                 raise SandboxUnavailableError("a trial command did not end")
             return end
 

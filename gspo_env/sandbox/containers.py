@@ -20,15 +20,22 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from gspo_env.errors import ConfigError, EnvironmentCrashError, SandboxUnavailableError
+from annotated_types import Interval
+
+from gspo_env.errors import (
+    ConfigError,
+    EnvironmentCrashError,
+    SandboxUnavailableError,
+)
 from gspo_env.runtime.processes import read_streams, spawn
-from gspo_env.sandbox import PORT, CommandEnd, SandboxResult, Stop, wait_for_end
+from gspo_env.sandbox import PORT, SandboxResult, Size, StartedCommand, Stop, started
 from gspo_env.sandbox.session import SandboxSession
+from gspo_env.settings import settings
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +82,7 @@ with socket.socket() as listener, socket.socket(fileno=int(sys.argv[3])) as way_
     socket.send_fds(way_out, [b"x"], [listener.fileno()])"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings
 class Containers:
     """Runs commands in containers of an image with these limits, without a network.
 
@@ -89,44 +96,29 @@ class Containers:
 
     image: str
     """Name of the image."""
-    program: str = "podman"
-    """`podman` or `docker`."""
-    seconds: float = 10.0
+    program: Literal["podman", "docker"] = "podman"
+    """The command line."""
+    seconds: Annotated[float, Interval(gt=0, lt=1 << 24)] = 10.0
     """Wall-clock limit of `run`."""
-    memory_mib: int = 512
+    memory_mib: Size = 512
     """Memory of a container, with the files in its writable folders; it doesn't swap."""
-    cpus: float = 1.0
+    cpus: Annotated[float, Interval(gt=0, lt=1 << 24)] = 1.0
     """Processors of a container."""
-    processes: int = 64
+    processes: Size = 64
     """Simultaneous processes and threads."""
-    disk_mib: int = 64
+    disk_mib: Size = 64
     """Size of all files in a writable folder, which is kept in memory. The first folder has at most
     3/8 of the memory, `/tmp` half of that, and all others together as much as `/tmp`."""
-    open_files: int = 1024
+    open_files: Size = 1024
     """Open files of each process."""
-    output_kib: int = 64
+    output_kib: Size = 64
     """Size of standard output and of standard error of one command."""
     read_only: bool = True
     """False makes the whole root writable, without a limit on the disk that it takes."""
-    at_once: int = 32
+    at_once: Size = 32
     """Containers that the episodes of one process have at once; others wait."""
     user: str = ""
     """User of the commands; by default an unused id for each container."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-            ConfigError: A limit is not positive, or the program is another one.
-        """
-        if self.program not in PROGRAMS:
-            raise ConfigError(
-                f"Containers: program is {self.program!r}, expected {' or '.join(PROGRAMS)}."
-            )
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if type(value) in (int, float) and not 0 < value < 1 << 24:
-                raise ConfigError(f"Containers: {name} is {value}, expected above 0.")
 
     def check(self, *programs: str) -> bool:
         """Tests whether the image is here, with these programs; removes what was left.
@@ -194,8 +186,7 @@ class Containers:
         *,
         stdin: str = "",
         variables: Mapping[str, str] | None = None,
-        port: int = PORT,
-    ) -> Iterator[ContainerCommand]:
+    ) -> Iterator[StartedCommand]:
         """Starts a command that reaches one address; see `Sandbox.start`.
 
         Raises:
@@ -203,12 +194,17 @@ class Containers:
         """
         with (
             contextlib.closing(self.open()) as session,
-            session.listen(port) as listener,
-            session.running(command, stdin.encode(), variables or {}) as (process, status),
+            session.listen() as listener,
+            started(
+                session.line(command, variables or {}),
+                stdin,
+                {**_variables(), **(variables or {})},
+                cwd=tempfile.gettempdir(),  # conmon writes a file `oom` there
+            ) as running,
         ):
-            yield ContainerCommand(session, listener, process, status)
+            yield replace(running, listener=listener)
 
-    def wrap(self, command: Sequence[str], variables: Sequence[str] = ()) -> list[str]:
+    def wrap(self, command: Sequence[str], variables: Collection[str] = ()) -> list[str]:
         """Returns the command line that runs a command in a container, such as a tool server.
 
         Args:
@@ -256,7 +252,8 @@ class ContainerSession(SandboxSession):
         self._kills = 0
         self._lock = threading.Lock()
         self._shell: _Shell | None = None
-        self._end = weakref.finalize(self, _remove, settings.program, name)
+        removal = ("rm", "--force", "--volumes", name)
+        self._end = weakref.finalize(self, call, settings.program, *removal)
         self._end.atexit = False  # the sweeper does it
 
     def exec(
@@ -276,21 +273,14 @@ class ContainerSession(SandboxSession):
                 self._shell = _Shell(self, _SHELL)
             limits = seconds + _GRACE_SECONDS, self._settings.output_kib << 10
             result = self._shell.run(request, stdin, *limits)
-        code, stopped = result.exit_code, result.stopped
+        code = result.exit_code
         if code is not None and (code >= 125 or result.stderr.startswith("Error")):
             self._check(result.stderr)  # docker's client ends with 1 where there is no container
             if code == 137 and result.seconds >= seconds:
-                code, stopped = None, Stop.TIME
-            elif code == 137 and self._is_out_of_memory():
-                code, stopped = None, Stop.MEMORY
-        return SandboxResult(
-            stdout=result.stdout,
-            stderr=result.stderr,
-            exit_code=code,
-            stopped=stopped,
-            seconds=result.seconds,
-            isolated=True,
-        )
+                return replace(result, exit_code=None, stopped=Stop.TIME)
+            if code == 137 and self._is_out_of_memory():
+                return replace(result, exit_code=None, stopped=Stop.MEMORY)
+        return result
 
     def kill(self) -> None:
         """See `SandboxSession.kill`."""
@@ -300,48 +290,19 @@ class ContainerSession(SandboxSession):
             self._shell = _Shell(self, f"kill -9 -1\n{_SHELL}")
         self.exec(["true"])
 
-    @contextlib.contextmanager
-    def running(
-        self, command: Sequence[str], stdin: bytes | None, variables: Mapping[str, str]
-    ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-        """Starts a command; yields its client and a pipe that closes at its end.
+    def line(self, command: Sequence[str], variables: Collection[str] = ()) -> list[str]:
+        """Returns the command line that runs a command.
 
         Args:
             command: The program and its arguments.
-            stdin: Its standard input; None makes it a pipe.
-            variables: Its environment variables.
+            variables: The names of its variables, whose values would be in the list of processes.
         """
-        names = [word for name in variables for word in ("--env", name)]  # not in a process list
+        names = [word for name in variables for word in ("--env", name)]
         home = ("--env", "HOME=/tmp", "--env", "LANG=C.UTF-8")
-        line = ["exec", "--interactive", "--user", self._user, *home, *names, self._name, *command]
-        status, far_end = os.pipe()
-        with tempfile.TemporaryFile() as source:
-            source.write(stdin or b"")
-            source.seek(0)
-            try:
-                process = subprocess.Popen(
-                    [self._settings.program, *line],
-                    bufsize=0,
-                    stdin=subprocess.PIPE if stdin is None else source,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    env={**_variables(), **variables},
-                    pass_fds=(far_end,),
-                    cwd=tempfile.gettempdir(),  # conmon writes a file `oom` there
-                    start_new_session=True,
-                )
-            finally:
-                os.close(far_end)
-        try:
-            with process:
-                try:
-                    yield process, status
-                finally:
-                    process.kill()
-        finally:
-            os.close(status)
+        flags = ["--interactive", "--user", self._user, *home, *names]
+        return [self._settings.program, "exec", *flags, self._name, *command]
 
-    def listen(self, port: int) -> socket.socket:
+    def listen(self) -> socket.socket:
         """Returns a socket that listens on the loopback address of the container.
 
         Raises:
@@ -351,7 +312,7 @@ class ContainerSession(SandboxSession):
         pid = call(program, "inspect", "--format", "{{.State.Pid}}", self._name).stdout.strip()
         near, far = socket.socketpair()
         with near, far:
-            arguments = [sys.executable, "-I", "-c", _LISTEN, pid, str(port), str(far.fileno())]
+            arguments = [sys.executable, "-I", "-c", _LISTEN, pid, str(PORT), str(far.fileno())]
             if os.geteuid() and program == "podman":
                 arguments = ["podman", "unshare", *arguments]
             done = subprocess.run(
@@ -402,9 +363,23 @@ class _Shell:
     """A shell in a container that runs one command after another."""
 
     def __init__(self, session: ContainerSession, script: str) -> None:
+        self._status, far_end = os.pipe()
+        self._process = subprocess.Popen(
+            session.line(["sh", "-c", script]),
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=_variables(),
+            pass_fds=(far_end,),  # closes at its end
+            cwd=tempfile.gettempdir(),
+            start_new_session=True,
+        )
+        os.close(far_end)
         self._exit = contextlib.ExitStack()
-        running = session.running(["sh", "-c", script], None, {})
-        self._process, self._status = self._exit.enter_context(running)
+        self._exit.callback(os.close, self._status)
+        self._exit.enter_context(self._process)
+        self._exit.callback(self._process.kill)
 
     def run(self, text: bytes, stdin: bytes, seconds: float, limit: int) -> SandboxResult:
         """Runs a command; ends with it if that exceeds a limit or ends the shell."""
@@ -468,27 +443,6 @@ class _Shell:
         self._exit.close()
 
 
-@dataclass(frozen=True, slots=True)
-class ContainerCommand:
-    """A command in a container, with the methods of a `JailedCommand`."""
-
-    session: ContainerSession
-    listener: socket.socket
-    process: Any
-    status: int
-
-    def end(self) -> None:
-        """Kills the command, without waiting; from any thread."""
-        self.process.kill()
-
-    def wait(self, seconds: float = float("inf")) -> CommandEnd | None:
-        """Waits until the command has ended; None if it takes longer."""
-        end = wait_for_end(self.process, self.status, seconds)
-        if end is None:
-            return None
-        return CommandEnd(code=self.process.wait(), stdout=end.stdout, stderr=end.stderr)
-
-
 def read_containers(value: Any, where: str, **limits: Any) -> Containers:
     """Reads `podman:IMAGE`, `docker:IMAGE`, or a mapping with the fields of `Containers`.
 
@@ -501,14 +455,14 @@ def read_containers(value: Any, where: str, **limits: Any) -> Containers:
         ConfigError: It is neither.
     """
     if isinstance(value, Mapping) and "image" in value:
-        fields = set(Containers.__slots__)
-        if unknown := sorted(set(value) - fields):
-            raise ConfigError(f"{where} has {unknown[0]!r}, expected {', '.join(sorted(fields))}.")
+        names = {field.name for field in fields(Containers)}
+        if unknown := sorted(set(value) - names):
+            raise ConfigError(f"{where} has {unknown[0]!r}, expected {', '.join(sorted(names))}.")
         return Containers(**{**limits, **value})
     program, _, image = value.partition(":") if isinstance(value, str) else ("", "", "")
     if program not in PROGRAMS or not image:
         raise ConfigError(f"{where} is {value!r}, expected podman:IMAGE or docker:IMAGE.")
-    return Containers(program=program, image=image, **limits)
+    return Containers(**{**limits, "program": program, "image": image})
 
 
 def build(program: str, folder: Path, name: str, seconds: float = _BUILD_SECONDS) -> str:
@@ -522,7 +476,8 @@ def build(program: str, folder: Path, name: str, seconds: float = _BUILD_SECONDS
     from gspo_env.seeding import fingerprint
 
     file = folder / "Dockerfile"
-    parts = [f"{p.relative_to(folder)}:{p.read_bytes().hex()}" for p in _files(folder)]
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    parts = [f"{p.relative_to(folder)}:{p.read_bytes().hex()}" for p in files]
     base = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "task"
     image = f"localhost/gspo-env/{base}:{fingerprint(*parts)}"
     if has_image(program, image):
@@ -558,10 +513,6 @@ def build(program: str, folder: Path, name: str, seconds: float = _BUILD_SECONDS
     if old := [i for i in listed if i.rpartition(":")[0] == image.rpartition(":")[0] != i != image]:
         logger.info("older images of this task: %s rmi %s", program, " ".join(old))
     return image
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def has_image(program: str, image: str) -> bool:
@@ -720,10 +671,6 @@ def _is_orphan(labels: str) -> bool:
     if match is None or int(match[3]) != _namespace():
         return False
     return _start_time(int(match[1])) != match[2]
-
-
-def _remove(program: str, name: str) -> None:
-    call(program, "rm", "--force", "--volumes", name)
 
 
 @functools.cache

@@ -51,6 +51,7 @@ class JailSession(SandboxSession):
         """Starts the jail and stays until its end, because the jail ends with its thread."""
         try:
             with self._box.start(self._command, links=self._links) as command:
+                assert command.listener is not None
                 command.listener.settimeout(_START_SECONDS)
                 started.put(command.listener.accept()[0])
                 self._over.wait()

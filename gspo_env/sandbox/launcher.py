@@ -11,14 +11,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_env.errors import SandboxUnavailableError
-from gspo_env.runtime.processes import read_streams
+from gspo_env.errors import SandboxUnavailableError, raised_as
+from gspo_env.runtime.processes import Guard, read_streams
 
 if TYPE_CHECKING:
     from gspo_env.sandbox import Sandbox
@@ -163,10 +164,8 @@ def _map_ids(pid: int) -> bool:
         maps = {"setgroups": "deny"}
         maps |= {"uid_map": f"{_INNER_ID} {user} 1\n", "gid_map": f"{_INNER_ID} {group} 1\n"}
     for name, text in maps.items():
-        try:
+        with raised_as(SandboxUnavailableError, f"{name} cannot be written", OSError):
             Path(f"/proc/{pid}/{name}").write_text(text)
-        except OSError as error:
-            raise SandboxUnavailableError(f"{name} cannot be written: {error}") from error
     return unused
 
 
@@ -210,46 +209,72 @@ class CommandEnd:
     stderr: str
 
 
-def wait_for_end(process: Any, status: int, seconds: float = float("inf")) -> CommandEnd | None:
-    """Waits until a command has ended; None if it takes longer.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartedCommand:
+    """A command that runs, in a jail, in a container or outside."""
 
-    Args:
-        process: Has the command's output streams.
-        status: A pipe that gets `exit N`.
-        seconds: Maximum time.
-    """
-    streams = [process.stdout.fileno(), process.stderr.fileno(), status]
-    outputs = {stream: bytearray() for stream in streams}
-    try:
-        for stream, data in read_streams(process, status, seconds):
-            outputs[stream] += data
-            del outputs[stream][:-_MAX_KEPT]
-    except TimeoutError:
-        return None
-    stdout, stderr = (outputs[stream].decode("utf-8", "replace") for stream in streams[:2])
-    return CommandEnd(code=exit_code(bytes(outputs[status])), stdout=stdout, stderr=stderr)
-
-
-class JailedCommand:
-    """A command that runs in the sandbox.
-
-    Attributes:
-        listener: Listens on 127.0.0.1 in the network of the command. The caller accepts its
-            connections, and closes it.
-    """
-
-    def __init__(self, process: Any, status: int, listener: socket.socket) -> None:
-        """See `Sandbox.start`."""
-        self.listener = listener
-        self._process, self._status = process, status
-
-    def end(self) -> None:
-        """Kills the command and all of its processes, without waiting; from any thread."""
-        self._process.terminate()
+    process: Any
+    """Has its output streams."""
+    status: int
+    """A pipe that gets `exit N`."""
+    end: Callable[[], None]
+    """Kills the command and all of its processes, without waiting; from any thread."""
+    listener: socket.socket | None = None
+    """In a sandbox, listens on 127.0.0.1 in the network of the command. The caller accepts its
+    connections, and closes it."""
 
     def wait(self, seconds: float = float("inf")) -> CommandEnd | None:
         """Waits until the command has ended with all of its processes; None if it takes longer."""
-        return wait_for_end(self._process, self._status, seconds)
+        streams = [self.process.stdout.fileno(), self.process.stderr.fileno(), self.status]
+        outputs = {stream: bytearray() for stream in streams}
+        try:
+            for stream, data in read_streams(self.process, self.status, seconds):
+                outputs[stream] += data
+                del outputs[stream][:-_MAX_KEPT]
+        except TimeoutError:
+            return None
+        stdout, stderr = (outputs[stream].decode("utf-8", "replace") for stream in streams[:2])
+        code = exit_code(bytes(outputs[self.status]))
+        return CommandEnd(code=code, stdout=stdout, stderr=stderr)
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str],
+    stdin: str,
+    variables: Mapping[str, str],
+    *,
+    grace: float = 2.0,
+    cwd: str | None = None,
+) -> Iterator[StartedCommand]:
+    """Starts a command outside of a jail, in a process group of its own; it ends with the block.
+
+    Args:
+        command: The program and its arguments.
+        stdin: Its standard input.
+        variables: Its environment variables.
+        grace: Seconds between SIGTERM and SIGKILL.
+        cwd: The folder in which it runs; by default that of this process.
+    """
+    status, far_end = os.pipe()
+    with tempfile.TemporaryFile() as source, contextlib.ExitStack() as stack:
+        stack.callback(os.close, status)
+        source.write(stdin.encode())
+        source.seek(0)
+        descriptors = far_end, source.fileno()
+        try:
+            guard = Guard(
+                ["report", str(grace), *map(str, descriptors), *command],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=variables,
+                cwd=cwd,
+                pass_fds=descriptors,
+            )
+        finally:
+            os.close(far_end)
+        stack.callback(guard.end)
+        yield StartedCommand(process=guard.process, status=status, end=guard.ask_to_end)
 
 
 @contextlib.contextmanager
@@ -258,16 +283,15 @@ def jailed(
     command: Sequence[str],
     stdin: str,
     variables: Mapping[str, str],
-    port: int,
     links: Mapping[str, str],
-) -> Iterator[JailedCommand]:
+) -> Iterator[StartedCommand]:
     """Starts a command without a test of the machine; see `Sandbox.start`."""
     request = make_request(box, stdin)
     request["readable"] += [os.path.realpath(folder) for folder in _PROGRAMS]
     request["command"] = [os.fsencode(part) for part in command]
     home = {"HOME": "/sandbox", "TMPDIR": "/sandbox", "LANG": "C.UTF-8", "PATH": _PATH}
     request["variables"] = home | dict(variables)
-    request["port"] = port
+    request["port"] = PORT
     request["links"] |= links
     with contextlib.ExitStack() as stack:
         near, far = socket.socketpair()
@@ -281,4 +305,6 @@ def jailed(
         if len(descriptors) != 1:
             raise SandboxUnavailableError("the set-up gave no socket")
         with socket.socket(fileno=descriptors[0]) as listener:
-            yield JailedCommand(process, status, listener)
+            yield StartedCommand(
+                process=process, status=status, end=process.terminate, listener=listener
+            )

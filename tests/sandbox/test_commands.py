@@ -257,8 +257,8 @@ def test_all_processes_end_with_the_command_or_when_it_is_asked(waits):
 def test_a_command_that_is_ended_while_it_ends_keeps_its_exit_code():
     for _ in range(20):
         with BOX.start(["sh", "-c", "exit 3"]) as started:
-            select.select([started._status], [], [], 60.0)  # the exit code is known
-            while started._process.poll() is None:
+            select.select([started.status], [], [], 60.0)  # the exit code is known
+            while started.process.poll() is None:
                 started.end()
             end = started.wait(30.0)
         assert end.code == 3

@@ -368,7 +368,7 @@ def test_a_missing_image_is_refused_before_and_lost_during_a_run():
         ("debian", "expected podman:IMAGE or docker:IMAGE"),
         ("lxc:debian", "expected podman:IMAGE"),
         ({"image": "x", "cpu": 1}, "'cpu', expected at_once, cpus"),
-        ({"image": "x", "program": "lxc"}, "expected podman or docker"),
+        ({"image": "x", "program": "lxc"}, "expected 'podman' or 'docker'"),
         ({"image": "x", "memory_mib": 0}, "memory_mib is 0"),
     ],
 )

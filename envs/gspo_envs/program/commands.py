@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, raised_as
 from gspo_env.redaction import clean
-from gspo_env.runtime.processes import Guard, spawn_reporting
-from gspo_env.sandbox import PORT, CommandEnd, JailedCommand, Sandbox, wait_for_end
+from gspo_env.sandbox import PORT, Sandbox, StartedCommand, started
 from gspo_envs.data.rows import as_json
 from gspo_envs.program.runs import Inbox, ProgramEnd
 
 if TYPE_CHECKING:
-    from gspo_env.sandbox.containers import ContainerCommand, Containers
+    from gspo_env.sandbox.containers import Containers
     from gspo_env.serving import Session
 
 LIMITS = Sandbox(cpu_seconds=3600, memory_mib=2048, processes=64)
@@ -32,8 +29,6 @@ _SANDBOX_FIELDS = [
     f.name for f in fields(Sandbox) if f.name not in ("seconds", "output_kib", "allow_unsafe")
 ]
 """The others do not apply: a program has `timeout` and `silence`, and its output may be long."""
-_GRACE_SECONDS = 2.0
-"""Time between SIGTERM and SIGKILL for the processes of a program outside the sandbox."""
 _MAX_ARGUMENT = 100_000
 """Bytes of an argument of a command; Linux allows 131,072."""
 _MAX_INPUT = 1 << 26
@@ -70,7 +65,7 @@ def start_command(
     """
     start: Any
     if box is None:
-        start = partial(_start_on_host, variables=_host_environment(session, variables))
+        start = partial(started, variables=_host_environment(session, variables))
     else:
         inner = session.environment(f"http://127.0.0.1:{PORT}")
         start = partial(box.start, variables={**variables, **inner})
@@ -86,7 +81,7 @@ class _CommandRun:
     def __init__(self, session: Session, inbox: Inbox) -> None:
         self._session, self._inbox = session, inbox
         self._lock, self._over = threading.Lock(), False
-        self._command: JailedCommand | ContainerCommand | _HostCommand | None = None
+        self._command: StartedCommand | None = None
 
     def end(self) -> None:
         """Ends all of its processes."""
@@ -103,7 +98,7 @@ class _CommandRun:
                     self._command = command
                     if self._over:
                         command.end()
-                if not isinstance(command, _HostCommand):
+                if command.listener is not None:
                     self._session.listen(command.listener.dup())
                 end = command.wait()
                 assert end is not None
@@ -114,35 +109,6 @@ class _CommandRun:
                 )
         except Exception as error:  # the environment would wait for the end
             self._inbox.end(ProgramEnd(error=error))
-
-
-@dataclass(frozen=True, slots=True)
-class _HostCommand:
-    """A command outside the sandbox, with the methods of a `JailedCommand`."""
-
-    guard: Guard
-    status: int
-
-    def end(self) -> None:
-        self.guard.ask_to_end()
-
-    def wait(self) -> CommandEnd | None:
-        return wait_for_end(self.guard.process, self.status)
-
-
-@contextlib.contextmanager
-def _start_on_host(
-    command: Sequence[str], *, stdin: str, variables: Mapping[str, str]
-) -> Iterator[_HostCommand]:
-    with tempfile.TemporaryFile() as file:
-        file.write(stdin.encode())
-        file.seek(0)
-        guard, status = spawn_reporting(command, file, variables, _GRACE_SECONDS)
-    try:
-        yield _HostCommand(guard, status)
-    finally:
-        os.close(status)
-        guard.end()
 
 
 def read_sandbox(value: Any, command: Sequence[str]) -> tuple[Sandbox | Containers, list[str]]:
@@ -228,12 +194,9 @@ def fill(command: Sequence[str], task: Mapping[str, Any]) -> list[str]:
 
 
 def _as_json(value: Any) -> str:
-    try:
+    what = "Program: a task cannot be written as JSON for the command"
+    with raised_as(ConfigError, what, TypeError, ValueError, RecursionError):
         text = as_json(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"Program: a task cannot be written as JSON for the command: {error}"
-        ) from error
     if len(text) > _MAX_INPUT:
         raise ConfigError(
             f"Program: a task has {len(text):,} characters of JSON, expected at most "
