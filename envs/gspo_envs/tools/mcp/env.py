@@ -108,7 +108,7 @@ class MCPTools(ToolEnv):
         box = read_containers(self.mcp_sandbox, "MCP: sandbox")
         box.check()
         return tuple(
-            replace(one, command=tuple(box.wrap(one.command, [name for name, _ in one.env])))
+            replace(one, command=tuple(box.wrap(one.command, dict(one.env))))
             if one.command
             else one
             for one in servers

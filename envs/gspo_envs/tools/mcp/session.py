@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import itertools
 import json
 import logging
 import os
 import re
-import sys
+import subprocess
 import tempfile
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from functools import partial
+from typing import IO, Any, TypeVar
 
-from pydantic import ValidationError
-
-from gspo_env.errors import ConfigError, MissingExtraError, ToolServerError
+from gspo_env.errors import ConfigError, MissingExtraError, ToolServerError, raised_as
 from gspo_env.redaction import redact, resolve
-from gspo_env.runtime import loops, processes
-from gspo_envs.tools.mcp.launcher import MOST_VALUES, Structure
+from gspo_env.runtime import loops
+from gspo_env.runtime.processes import Guard
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +30,16 @@ T = TypeVar("T")
 _LOOP = "mcp"
 _CLOSING = 15.0
 """Seconds to wait for a server to shut down; after that, it ends in the background."""
-MOST_BYTES = 4 << 20
-"""Maximum size of a message over stdio, and of the body of a response over HTTP."""
+_GRACE = 1.0
+"""Seconds that a started server has after the end of its input, and again after SIGTERM."""
+MOST_BYTES, MOST_VALUES = 4 << 20, 200_000
+"""Maximum size of a message over stdio, and of the body of a response over HTTP. A value of two
+bytes takes a hundred times as many in memory."""
+_NO_STRUCTURE = bytes(set(range(256)) - set(b"[{,"))
+_KEPT = 1 << 16
+"""Bytes of standard error after which the file begins anew."""
+_MOST_MESSAGES, _AT_ONCE = 1000, 50
+"""Messages a second, and those that are read without a pause; a server that sends more waits."""
 _MOST_PAGES = 50
 _MOST_TOOLS = 500
 _LONGEST_REASON = 500
@@ -170,7 +177,7 @@ class MCPSession:
 
         for name in ("mcp", "client"):  # they log whatever a server sends, each with a traceback
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        with tempfile.TemporaryFile("w+", errors="replace") as log:
+        with tempfile.TemporaryFile() as log:
             try:
                 async with AsyncExitStack() as stack:
                     transport = await _transport(self.server, stack, log)
@@ -183,7 +190,8 @@ class MCPSession:
                         await end.wait()
             except Exception as error:
                 log.seek(0)
-                reason = f"{_reason(error)} {log.read()[-_LONGEST_REASON:].strip()}".strip()
+                shown = log.read()[-_LONGEST_REASON:].decode(errors="replace").strip()
+                reason = f"{_reason(error)} {shown}".strip()
                 words = shorten(reason, 2 * _LONGEST_REASON)
                 if opened.done():
                     logger.warning("MCP server %s: %s", self.server.name, words)
@@ -239,12 +247,9 @@ def list_tools(server: MCPServer, session: MCPSession, timeout: float) -> list[A
         ToolServerError: The server does not answer, or lists too many tools or pages.
     """
     if server not in _LISTINGS:
-        try:
+        what, hint = "MCP tools need the package mcp from 2.0 on", "; pip install 'gspo-env[mcp]'"
+        with raised_as(MissingExtraError, what, ImportError, mend=hint):
             from mcp import Client  # noqa: F401  # from version 2 on
-        except ImportError as error:
-            raise MissingExtraError(
-                f"MCP tools need the package mcp from 2.0 on ({error}): pip install 'gspo-env[mcp]'"
-            ) from error
 
         async def every_page(client: Any) -> list[Any]:
             page = await client.list_tools()
@@ -265,70 +270,147 @@ def list_tools(server: MCPServer, session: MCPSession, timeout: float) -> list[A
     return _LISTINGS[server]
 
 
-async def _transport(server: MCPServer, stack: AsyncExitStack, log: Any) -> Any:
-    if server.url:
-        import httpx2
-        from mcp.client.streamable_http import streamable_http_client
+async def _transport(server: MCPServer, stack: AsyncExitStack, log: IO[bytes]) -> Any:
+    if not server.url:
+        return _started(server, log)
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
 
-        # a server may hold a stream open for long; each call has its own limit
-        limits = httpx2.Timeout(30.0, read=None)
-        headers = {name: resolve(value) for name, value in server.headers}
-        client = httpx2.AsyncClient(
-            headers={**headers, "accept-encoding": "identity"},
-            timeout=limits,
-            event_hooks={"response": [_bound]},
-        )
-        http = await stack.enter_async_context(client)
-        return streamable_http_client(server.url, http_client=http)
-    from mcp.client.stdio import StdioServerParameters, stdio_client
-
-    command, *args = server.command
-    if os.name == "posix":
-        launcher = str(Path(__file__).with_name("launcher.py"))
-        bounds = (str(os.getpid()), str(MOST_BYTES), processes.__file__)
-        command, args = sys.executable, ["-I", "-S", launcher, *bounds, *server.command]
-    started = StdioServerParameters(
-        command=command,
-        args=args,
-        env={name: resolve(value) for name, value in server.env},
-        cwd=server.cwd,
-        encoding_error_handler="replace",
+    # a server may hold a stream open for long; each call has its own limit
+    limits = httpx2.Timeout(30.0, read=None)
+    headers = {name: resolve(value) for name, value in server.headers}
+    client = httpx2.AsyncClient(
+        headers={**headers, "accept-encoding": "identity"},
+        timeout=limits,
+        event_hooks={"response": [_bound]},
     )
-    return _answers(stdio_client(started, errlog=log))
+    http = await stack.enter_async_context(client)
+    return streamable_http_client(server.url, http_client=http)
 
 
 @asynccontextmanager
-async def _answers(transport: Any) -> AsyncIterator[tuple[Any, Any]]:
-    """Opens a transport whose answers that are not messages are errors of their calls."""
+async def _started(server: MCPServer, log: IO[bytes]) -> AsyncIterator[tuple[Any, Any]]:
+    """Starts the command of a server under a guard, and ends both; yields its streams twice."""
+    import anyio
+    from mcp.client.stdio import get_default_environment
 
-    class Messages:
-        async def __aenter__(self) -> None: ...
+    loop, (stdin, own_end) = asyncio.get_running_loop(), os.pipe()
+    status = os.open(os.devnull, os.O_WRONLY)  # nobody reads the exit code
+    guard = Guard(
+        ["report", str(_GRACE), str(status), str(stdin), *server.command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=get_default_environment() | {name: resolve(value) for name, value in server.env},
+        cwd=server.cwd,
+        pass_fds=(status, stdin),
+    )
+    os.close(stdin)
+    os.close(status)
+    outputs = [asyncio.StreamReader(limit=MOST_BYTES) for _ in range(2)]
+    for reader, pipe in zip(outputs, (guard.process.stdout, guard.process.stderr), strict=True):
+        make = partial(asyncio.StreamReaderProtocol, reader)
+        await loop.connect_read_pipe(make, pipe)
+    into, _ = await loop.connect_write_pipe(asyncio.Protocol, os.fdopen(own_end, "wb"))
+    noting = asyncio.create_task(_keep(outputs[1], log))
+    try:
+        streams = _Streams(outputs[0], into, log)
+        yield streams, streams
+    finally:
+        with anyio.CancelScope(shield=True):
+            into.close()
+            await _drain(outputs[0], _GRACE)  # it may end by itself
+            guard.ask_to_end()
+            await _drain(outputs[0], _CLOSING)
+            await asyncio.wait({noting}, timeout=_GRACE)
+            noting.cancel()
+            guard.process.poll()
 
-        async def __aexit__(self, *_: object) -> None:
-            await read.aclose()
 
-        async def __aiter__(self) -> AsyncIterator[Any]:
-            async for item in read:
-                yield _read_again(item) if isinstance(item, ValidationError) else item
+class _Streams:
+    """What a started server sends, within bounds, and its input; both streams of the SDK."""
 
-    async with transport as (read, write):
-        yield Messages(), write
+    def __init__(
+        self, out: asyncio.StreamReader, into: asyncio.WriteTransport, log: IO[bytes]
+    ) -> None:
+        self._out, self._into, self._log = out, into, log
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def send(self, item: Any) -> None:
+        text = item.message.model_dump_json(by_alias=True, exclude_unset=True)
+        self._into.write(f"{text}\n".encode(errors="replace"))
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        with contextlib.suppress(ValueError):  # a line exceeds the limit of the stream
+            for number in itertools.count(1):
+                if not (line := await self._out.readline()):
+                    return
+                if Structure().values(line) > MOST_VALUES:
+                    break
+                yield _read(line.decode(errors="replace"))
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(_AT_ONCE / _MOST_MESSAGES)
+        bounds = b"a message has more than %d bytes or %d values" % (MOST_BYTES, MOST_VALUES)
+        _note(self._log, bounds)
 
 
-def _read_again(error: ValidationError) -> Any:
-    """Reads a line that is not a message, without lone surrogates or as the error of its call."""
+async def _drain(out: asyncio.StreamReader, seconds: float) -> None:
+    """Reads on until a server has ended, since one that writes cannot read that it should."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while await out.read(1 << 16):
+                pass
+
+
+async def _keep(errors: asyncio.StreamReader, log: IO[bytes]) -> None:
+    while data := await errors.read(_KEPT):
+        _note(log, data)
+
+
+def _note(log: IO[bytes], data: bytes) -> None:
+    """Appends to standard error, of which the last part is kept."""
+    if log.tell() + len(data) > _KEPT:
+        log.truncate(0)
+        log.seek(0)
+    log.write(data)
+    log.flush()
+
+
+class Structure:
+    """Counts the values of a line of JSON that comes in parts."""
+
+    def __init__(self) -> None:
+        self._inside, self._tail = False, b""
+
+    def values(self, part: bytes) -> int:
+        """Returns the number of values that begin in the next part."""
+        part = self._tail + part
+        self._tail = b"\\" if (len(part) - len(part.rstrip(b"\\"))) % 2 else b""
+        pieces = re.sub(rb"\\.", b"", part[: len(part) - len(self._tail)]).split(b'"')
+        outside = b"".join(pieces[self._inside :: 2])
+        self._inside ^= len(pieces) % 2 == 0
+        return len(outside.translate(None, _NO_STRUCTURE))
+
+
+def _read(line: str) -> Any:
+    """Reads a message, without lone surrogates if it has any, or as the error of its call."""
     from mcp.shared.message import SessionMessage
     from mcp.types import PARSE_ERROR, jsonrpc_message_adapter
 
-    line = str(error.errors()[0]["input"])
+    try:
+        return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+    except ValueError as error:
+        fault = error
     whole = _SURROGATE.sub(lambda match: "\\ufffd" if match[1] else match[0], line)
     answer = _ANSWER.search(line)
-    reason = {"code": PARSE_ERROR, "message": _reason(error)}
+    reason = {"code": PARSE_ERROR, "message": _reason(fault)}
     refusal = {"jsonrpc": "2.0", "id": int(answer[1]), "error": reason} if answer else None
     for text in (whole, json.dumps(refusal)):
         with contextlib.suppress(ValueError):
             return SessionMessage(jsonrpc_message_adapter.validate_json(text, by_name=False))
-    return error
+    return fault
 
 
 async def _accept(name: str, result: Any) -> None:
