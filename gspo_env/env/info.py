@@ -267,6 +267,7 @@ _TEXT: Reader = _text, "a str"
 _FLAG = _instance((bool, np.bool_), "a bool", bool)
 _KEY = _instance((str, int, np.integer), "a str or an int")
 REWARD: Reader = _reward, f"a finite number up to {LARGEST_REWARD:g} in size"
+PARTS: Reader = _parts, f"a dict of finite numbers by name, up to {LARGEST_REWARD:g} in size"
 _TOKENS = "one finite number per sampled token"
 _CHAT = (
     "messages of user and assistant in turn, assistant last, each with a role and a text, or a "
@@ -290,7 +291,7 @@ STEP: dict[str, Reader] = {
     "scored": _FLAG,
     "state_key": _KEY,
     "observation_role": (_role, "'user' or 'tool'"),
-    "reward_parts": (_parts, f"a dict of finite numbers by name, up to {LARGEST_REWARD:g} in size"),
+    "reward_parts": PARTS,
     "malformed_calls": _integer(0),
     "token_advantages": (partial(_per_token, float), _TOKENS),
     "token_mask": (partial(_per_token, bool), _TOKENS),

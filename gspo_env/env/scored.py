@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gspo_env.env.info import REWARD, STEP, fault, read_value
+from gspo_env.env.info import PARTS, REWARD, fault, read_value
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.types import Episode, Group
 
@@ -28,37 +28,19 @@ def parse_scored(group: Group, scored: object) -> Group:
         turns = tuple(
             replace(
                 turn,
-                reward=read_reward(env_id, f"{call} reward", turn.reward),
+                reward=read_value(env_id, f"{call} reward", turn.reward, REWARD),
                 info=replace(
                     turn.info,
-                    reward_parts=read_parts(env_id, f"{call} reward_parts", turn.info.reward_parts),
+                    reward_parts=read_value(
+                        env_id, f"{call} reward_parts", turn.info.reward_parts, PARTS
+                    ),
                 ),
             )
             for turn in episode.turns
         )
         outcome = episode.ending.outcome
         if outcome is not None:
-            outcome = read_reward(env_id, f"{call} outcome", outcome)
+            outcome = read_value(env_id, f"{call} outcome", outcome, REWARD)
         return replace(episode, turns=turns, ending=replace(episode.ending, outcome=outcome))
 
     return replace(scored, episodes=tuple(map(parse, scored.episodes)))
-
-
-def read_reward(owner: str, what: str, value: object) -> float:
-    """Returns a reward.
-
-    Raises:
-        EnvironmentContractError: It is not a number that `step` may return.
-    """
-    number: float = read_value(owner, what, value, REWARD)
-    return number
-
-
-def read_parts(owner: str, what: str, value: object) -> dict[str, float]:
-    """Returns numbers by name.
-
-    Raises:
-        EnvironmentContractError: They are something else.
-    """
-    parts: dict[str, float] = read_value(owner, what, value, STEP["reward_parts"])
-    return parts

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gspo_env.env.scored import read_parts, read_reward
+from gspo_env.env.info import PARTS, REWARD, read_value
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.rollout.failures import FaultLog, describe, lost
 from gspo_env.types import Episode, Fault, Group
@@ -95,8 +95,10 @@ def _read(owner: str, rating: Rating, turns: int) -> Rating:
             f"{owner} is {reprlib.repr(rating)}, expected a Rating with a number or None for each "
             f"of {turns} turns"
         )
-    numbers = (None if r is None else read_reward(owner, "number", r) for r in rating.rewards)
-    parts = read_parts(owner, "parts", rating.parts)
+    numbers = (
+        None if r is None else read_value(owner, "number", r, REWARD) for r in rating.rewards
+    )
+    parts = read_value(owner, "parts", rating.parts, PARTS)
     return replace(rating, rewards=tuple(numbers), parts=parts)
 
 
