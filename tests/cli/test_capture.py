@@ -132,9 +132,9 @@ def test_texts_of_a_recorded_episode_are_no_control_tokens_when_it_is_imitated(c
         (["--episodes", "0"], "episodes is 0"),
         (["--keep", "reward"], "keep has 'reward'"),
         (["--data", ""], "--data"),
-        (["--out", "no/such/folder/x.jsonl"], "(No such file or directory); expected a new file"),
-        (["--out", "/proc/x.jsonl"], "cannot make '/proc/x.jsonl' ("),
-        ([], "(File exists); expected a new file"),
+        (["--out", "no/such/folder/x.jsonl"], "No such file or directory; expected a new file"),
+        (["--out", "/proc/x.jsonl"], "cannot make '/proc/x.jsonl': "),
+        ([], "File exists; expected a new file"),
     ],
 )
 def test_capture_refuses_in_one_sentence(files, tmp_path, capsys, flags, words):

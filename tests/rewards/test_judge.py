@@ -567,9 +567,7 @@ def test_a_kept_run_is_scored_again_with_other_rewards(server, files, capsys):
         Path("gone").symlink_to("nowhere")
         with pytest.raises(SystemExit):
             main(["rescore", str(agent.folder), "--rewards", "x:y", "--out", taken])
-        assert (
-            f"cannot make '{taken}' (File exists); expected a new file" in capsys.readouterr().err
-        )
+        assert f"cannot make '{taken}': File exists; expected a new file" in capsys.readouterr().err
     main(["rescore", str(agent.folder), "--rewards", *rewards, "--out", "again.jsonl"])
     assert "before," in capsys.readouterr().out
     rows = [json.loads(line) for line in Path("again.jsonl").read_text().splitlines()]
