@@ -51,7 +51,7 @@ def talks(**changes):
         Tiny(
             hidden_size=32,
             demonstrations=64,
-            imitation_steps=40,
+            imitation_steps=24,
             imitation_batch=8,
             imitation_learning_rate=1e-2,
         ),
