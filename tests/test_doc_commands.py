@@ -58,6 +58,7 @@ ELSEWHERE = {
     "gspo-env audit gspo/Harbor-v0": "plays 30 tasks; see tests/envs/test_harbor.py",
     "gspo-env train --env gspo/Harbor-v0": "needs the tasks; see tests/envs/test_harbor.py",
     "gspo-env train --env gspo/Tau2-v0": "needs the suite; see tests/envs/test_suites.py",
+    "gspo-env train --env gspo/TextWorldExpress-v0": "needs the suite and Java",
     "gspo-env evaluate runs/telecom": "needs the training before it",
     "gspo-env verify": "needs a batch; see tests/verify",
     "gspo-env play": "waits for a person; see tests/cli/test_play.py",

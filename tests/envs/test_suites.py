@@ -185,12 +185,13 @@ def test_the_certificate_of_bfcl():
 @pytest.mark.parametrize(
     ("env_id", "kwargs", "tasks"),
     [
-        pytest.param(f"gspo/{name}-v0", {key: value}, tasks, marks=pytest.mark.suites(wheel))
-        for name, wheel, tasks, key, values in (
-            ("AgentDojo", "agentdojo", 6, "suite", ("slack", "travel", "workspace")),
-            ("Tau2", "inspect_evals", 3, "domain", ("telecom",)),
+        pytest.param(f"gspo/{name}-v0", kwargs, tasks, marks=pytest.mark.suites(wheel))
+        for name, wheel, tasks, variants in (
+            ("AgentDojo", "agentdojo", 6, [{"suite": s} for s in ("slack", "travel", "workspace")]),
+            ("Tau2", "inspect_evals", 3, [{"domain": "telecom"}]),
+            ("ScienceWorld", JAVA[1], 2, [{"task": "find-living-thing"}]),
         )
-        for value in values
+        for kwargs in variants
     ],
 )
 def test_the_certificate_of_a_suite(env_id, kwargs, tasks):
@@ -200,8 +201,11 @@ def test_the_certificate_of_a_suite(env_id, kwargs, tasks):
     result = audit(env_id, tasks=tasks, train=0, env_kwargs=kwargs, **limits)
     shares = {row.name: row.share for row in result.rows}
     assert shares["expert (gold)"] == 1
-    assert (shares["empty"], shares["echo"], shares["random calls"]) == (0, 0, 0)
-    assert [str(f) for f in result.findings if not f.ok and f.name == "repeats"] == []
+    assert (shares["empty"], shares["one token"], shares["echo"]) == (0, 0, 0)
+    lucky = env_id == "gspo/ScienceWorld-v0"  # some of its random commands earn a part
+    assert shares["random calls"] <= 0.25 * lucky
+    names = ("gold", "free tasks", "repeats")
+    assert [str(f) for f in result.findings if f.name in names and not f.ok] == []
 
 
 @pytest.mark.suites("agentdojo")
