@@ -21,7 +21,6 @@ from gspo_env.episodes.schema import (
     read_tokens,
     schema,
 )
-from gspo_env.episodes.writer import to_table
 from gspo_env.errors import OutputError
 from gspo_env.types import Episode, Group
 
@@ -117,6 +116,8 @@ def to_record(episode: Episode, phase: Phase, step: int) -> EpisodeRecord:
         phase: How it was played.
         step: The training step after which it was played.
     """
+    from gspo_env.episodes.writer import to_table
+
     turns = (replace(t, weights_version=step, weights_versions=()) for t in episode.turns)
     group = Group(task=episode.task, episodes=(replace(episode, turns=tuple(turns)),))
     record: EpisodeRecord = Episodes(to_table(step, phase, {0: group}, {}), {})[0]
