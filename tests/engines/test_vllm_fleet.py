@@ -615,7 +615,7 @@ def test_a_request_that_its_server_drops_is_played_on_the_other(start, name):
 def test_an_answer_that_cannot_be_read_is_an_error_with_the_answer(start):
     engine = start()
     fault(engine, "empty")
-    with pytest.raises(EngineError, match=r"cannot be read .*choices"):
+    with pytest.raises(EngineError, match=r"cannot be read: .*choices"):
         asyncio.run(ask(engine, 1))
 
 

@@ -61,7 +61,9 @@ class Fixed(Curriculum):
 
 @pytest.mark.parametrize("value", [None, [1], {"a": {1, 2}}, {"a": object()}])
 def test_options_that_are_no_mapping_of_json_values_are_named(value):
-    with pytest.raises(ConfigError, match=r"of curriculum '.*:Fixed' failed: .*; expected a map"):
+    with pytest.raises(
+        ConfigError, match=r"of curriculum '.*:Fixed' failed: .*; expected names and"
+    ):
         next_options(Fixed(value), {})
 
 
