@@ -1,7 +1,7 @@
 """Concurrency that follows vLLM's cache: how many requests run follows from vLLM's own metrics.
 
 A request starts if the keys and values of all requests in flight will fit when each has ended: the
-mean of the last actions that were longer, and two standard deviations of their sum. So hardly any
+mean of the last actions that were longer, and three standard deviations of their sum. So hardly any
 is preempted. Its blocks are counted as vLLM does: equal prefixes once.
 
 Episodes that are under way go first. A new one starts only if all of them will fit until they end,
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _FULL = 0.9
 """Fraction of the cache from which no episode starts while vLLM has requests wait."""
-_DEVIATIONS = 2.0
+_DEVIATIONS = 3.0
 """Standard deviations of what requests will sample, above the mean, that are kept free for them."""
 _LENGTHS = 256
 """Actions, and episodes, whose lengths are remembered."""
