@@ -63,6 +63,8 @@ def arguments(kind, folder):
     data = folder / "rows.jsonl"
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     box = f"{PROGRAM}:{IMAGE}"
+    if kind == "SQL":
+        return {"sandbox": box}
     if kind == "Program":
         return {"sandbox": box, "command": ["python3", "-c", ASK], "data": str(data)}
     if kind == "MCP":
@@ -83,7 +85,7 @@ def containers():
     return {*listed.stdout.split()}
 
 
-@pytest.mark.parametrize("kind", ["Program", "MCP", "Harbor"])
+@pytest.mark.parametrize("kind", ["SQL", "Program", "MCP", "Harbor"])
 def test_a_training_in_containers_scores_each_episode_and_leaves_none(kind, tmp_path):
     require_image()
     before, values = containers(), arguments(kind, tmp_path)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +16,10 @@ from gspo_env.tools.tool import format_tool_call, tool
 from gspo_env.types import ToolCall
 from gspo_envs.text.answer import AnswerEnv, probability
 from gspo_envs.tools.sqlite import MAX_ROWS, Database, Row, SQLError, is_short
+
+if TYPE_CHECKING:
+    from gspo_env.sandbox.containers import Containers
+    from gspo_env.sandbox.session import SandboxSession
 
 _NAMES = "Ada Ben Cleo Dan Eva Finn Gia Hugo Ida Jon Kim Leo Mia Noa Oli Pia Quin Rosa Sam Tess"
 _THINGS = "Amber Birch Cedar Delta Ember Fjord Grove Haven Iris Jade Karst Lotus Maple Nova Onyx"
@@ -83,6 +88,8 @@ class SQLEnv(AnswerEnv):
         max_turns: Turns before the episode is truncated.
         early_answer: Probability that the noisy demonstrator answers wrongly without trying a
             query.
+        sandbox: A container for the queries, `podman:IMAGE` or `docker:IMAGE` with Python in it; by
+            default they run in a child process with limits.
     """
 
     system_prompt = (
@@ -91,7 +98,13 @@ class SQLEnv(AnswerEnv):
         "of rows does not matter."
     )
 
-    def __init__(self, rows: int = 40, max_turns: int = 12, early_answer: float = 0.6) -> None:
+    def __init__(
+        self,
+        rows: int = 40,
+        max_turns: int = 12,
+        early_answer: float = 0.6,
+        sandbox: str | Mapping[str, Any] | None = None,
+    ) -> None:
         """Sets the size of the database."""
         super().__init__(max_turns)
         if not 10 <= rows <= 1000:
@@ -99,6 +112,14 @@ class SQLEnv(AnswerEnv):
         self.rows, self.early_answer = rows, probability("early_answer", early_answer)
         self._databases: list[Database] = []
         self._schemas: dict[str, str] = {}
+        self._box: Containers | None = None
+        self._session: SandboxSession | None = None
+        if sandbox is not None:
+            from gspo_env.sandbox.containers import read_containers
+
+            self._box = read_containers(sandbox, "SQL: sandbox", output_kib=1024)
+            self._box.check()
+            self.blocking, self.max_copies = True, self._box.at_once
 
     def blocks(self, action: str) -> bool:
         """Returns whether a query of the action may take long."""
@@ -112,6 +133,9 @@ class SQLEnv(AnswerEnv):
         self._seen: set[str] = set()
         self._queried: set[str] = set()
         self._solved = self._listed = False
+        if self._box is not None:
+            self._end_session()
+            self._session = self._box.open()
         while not self._draw():
             pass
         return self._problem.question
@@ -120,6 +144,16 @@ class SQLEnv(AnswerEnv):
         """Frees the databases and ends a running episode."""
         self.end_episode()
         self._use([])
+        self._end_session()
+
+    def abandon(self) -> None:
+        """Ends the container of the episode."""
+        self._end_session()
+
+    def _end_session(self) -> None:
+        if self._session is not None:
+            self._session.stop()
+            self._session = None
 
     def _use(self, databases: list[Database]) -> None:
         """Replaces the databases; the new ones exist before the old ones are freed."""
@@ -206,7 +240,7 @@ class SQLEnv(AnswerEnv):
         self._scripts = [
             _draw_script(self.np_random, self._problem.names, self.rows) for _ in range(2)
         ]
-        self._use([Database(script) for script in self._scripts])
+        self._use([Database(script, self._session) for script in self._scripts])
         self._schemas = dict(self._databases[0].select(_SCHEMA))
         gold = self._problem.gold
         answers = [_counted(database.select(gold)) for database in self._databases]

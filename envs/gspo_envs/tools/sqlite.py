@@ -13,13 +13,17 @@ import re
 import sqlite3
 import threading
 import weakref
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from gspo_env.errors import ToolServerError, raised_as
+from gspo_env.errors import EnvironmentCrashError, ToolServerError
 from gspo_env.runtime.limited import LimitedPool
 from gspo_envs.tools import sqlite_child
 from gspo_envs.tools.sqlite_child import MAX_ROWS as MAX_ROWS
 from gspo_envs.tools.sqlite_child import SLOW_NAMES
+
+if TYPE_CHECKING:
+    from gspo_env.sandbox.session import SandboxSession
 
 Row = tuple[Any, ...]
 
@@ -41,10 +45,12 @@ class Database:
 
     Args:
         script: Statements that create it.
+        session: A sandbox in which queries run, in place of a child process with limits.
     """
 
-    def __init__(self, script: str) -> None:
+    def __init__(self, script: str, session: SandboxSession | None = None) -> None:
         """Creates the database."""
+        self._session = session
         self._connection = sqlite3.connect(":memory:", check_same_thread=False)
         self._connection.executescript(script)
         self._copy = self._connection.serialize()
@@ -65,8 +71,11 @@ class Database:
             SQLError: It is not a single read-only statement, or it takes too much work.
             ToolServerError: No process can be started for it, or two were killed from outside.
         """
-        with contextlib.nullcontext() if is_short(sql) else _slow_queries:
-            reply = _ask(json.dumps([sql, values]).encode(), self._copy)
+        if self._session is not None:
+            reply = _ask_inside(self._session, json.dumps([sql, values]), self._copy)
+        else:
+            with contextlib.nullcontext() if is_short(sql) else _slow_queries:
+                reply = _ask(json.dumps([sql, values]).encode(), self._copy)
         if "error" in reply:
             raise SQLError(str(reply["error"]))
         return reply["columns"], [tuple(map(_cell, row)) for row in reply["rows"]]
@@ -97,12 +106,28 @@ _slow_queries = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 def _ask(request: bytes, database: bytes) -> dict[str, Any]:
     """Asks a child; a query that its child does not survive has an error."""
-    with raised_as(ToolServerError, "no process answers the query", OSError):
+    try:
         answer = _children.ask(_CPU_SECONDS, request, database)
+    except OSError as error:
+        raise ToolServerError(f"no process answers the query: {error}") from error
     if not _open:  # the last database was closed in the meantime
         end_idle()
     reply: dict[str, Any] = {"error": "too much work"} if answer is None else json.loads(answer)
     return reply
+
+
+def _ask_inside(session: SandboxSession, request: str, database: bytes) -> dict[str, Any]:
+    """Asks in a sandbox, by the same code."""
+    source = f"{Path(sqlite_child.__file__).read_text()}\n{_INSIDE}"
+    result = session.exec(["python3", "-I", "-c", source, request], stdin=database, seconds=10.0)
+    reply: dict[str, Any] = {"error": "too much work"}
+    if result.stopped is None and result.exit_code not in (0, 137):
+        raise EnvironmentCrashError(f"SQL: the sandbox has no answer: {result.stderr[-200:]}")
+    return json.loads(result.stdout) if result.ok else reply
+
+
+_INSIDE = """import sys
+sys.stdout.buffer.write(answer(sys.argv[1].encode(), sys.stdin.buffer.read()))"""
 
 
 def _forget() -> None:
