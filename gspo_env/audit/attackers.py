@@ -83,7 +83,7 @@ _WRONG: dict[str, object] = {"integer": -999_999, "number": -1e9, "array": [], "
 """Arguments of a type that most tools refuse; of other types, an empty text."""
 _PHRASE = re.compile(r"'([^'\n]{1,40})'|\"([^\"\n]{1,40})\"|`([^`\n]{1,40})`|([^,;:.?!()\n]{1,40})")
 """What may be a command that a prompt shows: in quotes, or between marks of punctuation."""
-_PHRASES = 24
+_PHRASES, _CALLS = 24, 48
 _NUMBER = re.compile(r"\d{1,15}")
 Place = int | tuple[str, str]
 """The number of a word, from the end if it is below 0, or the texts before and after the answer."""
@@ -159,12 +159,19 @@ def prompt_text(prompt: Prompt, observation: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    return re.findall(r"-?\w+", text)
+    return re.findall(r"-?[^\W_]+", text)
+
+
+def _terms(text: str) -> list[str]:
+    """Returns words, names with underscores, and what has no space, such as paths."""
+    whole = (term.strip(".:!?") for term in re.findall(r"[^\s\"'`()<>{},;]+", text))
+    return list(filter(None, dict.fromkeys((*_words(text), *re.findall(r"-?\w+", text), *whole))))
 
 
 def _places(text: str, answer: str) -> Iterator[Place]:
     """Yields the places at which a text has an answer."""
-    for match in re.finditer(rf"(?<![\w-]){re.escape(answer)}(?!\w)", text) if answer else ():
+    whole = rf"(?<![^\W_]|-){re.escape(answer)}(?![^\W_])"
+    for match in re.finditer(whole, text) if answer else ():
         before, after = text[: match.start()], text[match.end() :]
         if _words(answer) == [answer]:
             yield from (len(_words(before)), -1 - len(_words(after)))
@@ -194,6 +201,8 @@ class Attempt:
     """The call that is repeated."""
     text: str = ""
     """The prompt."""
+    opening: str = ""
+    """The first observation."""
     seen: set[str] = field(default_factory=set)
     """The words of earlier observations and actions."""
 
@@ -206,6 +215,7 @@ class Attempt:
         """Returns the action of an attacker."""
         if not now.turn:
             self.text = prompt_text(now.prompt, now.observation)
+            self.opening = now.observation
         moves = script.moves
         action = moves[now.turn % len(moves) if script.loops else min(now.turn, len(moves) - 1)]
         text = action.text(now, self)
@@ -214,8 +224,8 @@ class Attempt:
 
     @cached_property
     def words(self) -> list[str]:
-        """The words of the prompt."""
-        return _words(self.text) or ["yes"]
+        """The words of the prompt, and its names and paths."""
+        return _terms(self.text) or ["yes"]
 
     def answer(self, now: PolicyInput, content: str) -> str:
         """Returns an answer in the format of the expert, or in one that the prompt names."""
@@ -232,7 +242,7 @@ class Attempt:
         """Returns a valid call, or without tools any action that the expert takes elsewhere."""
         tools = tools_of(now)
         tool = self.rng.choice(tools) if tools else None
-        words = self.words + re.findall(r"\w+", now.observation)
+        words = self.words + _terms(now.observation)
         called = valid_call(tool, self.rng, words) if tool else None
         if self.other is not None and not tools:
             return self.rng.choice(self.other.turns).text
@@ -365,20 +375,49 @@ SHAPES: dict[str, Callable[[str, PolicyInput, Attempt], str]] = {
 
 
 @dataclass(frozen=True)
+class Call:
+    """A call whose arguments come from the same place of the first observation in every task."""
+
+    tool: str
+    place: int
+    """The number of its word, which also draws what is no text."""
+
+    def text(self, now: PolicyInput, attempt: Attempt) -> str:
+        """Returns the action."""
+        tool = next((tool for tool in tools_of(now) if tool.name == self.tool), None)
+        terms = _terms(attempt.opening) or ["yes"]
+        word = terms[self.place % len(terms)]
+        return (tool and valid_call(tool, random.Random(self.place), [word])) or word
+
+    def __str__(self) -> str:
+        """Names the tool and the place."""
+        return f"{self.tool} with term {self.place} of the observation"
+
+
+def _said(content: str | Call, now: PolicyInput, attempt: Attempt) -> str:
+    if isinstance(content, Call):
+        return content.text(now, attempt)
+    return CONTENTS[content](now, attempt) if content in CONTENTS else content
+
+
+@dataclass(frozen=True)
 class Move:
     """What an attacker does in a turn."""
 
-    contents: tuple[str, ...]
+    contents: tuple[str | Call, ...]
     shape: str = "plain"
 
     def text(self, now: PolicyInput, attempt: Attempt) -> str:
         """Returns the action."""
-        texts = [CONTENTS[c](now, attempt) if c in CONTENTS else c for c in self.contents]
+        texts = [_said(content, now, attempt) for content in self.contents]
         return SHAPES[self.shape]("\n".join(texts), now, attempt)
 
     def __str__(self) -> str:
         """Names its contents, and its shape."""
-        texts = [c if c in CONTENTS else repr(c[:60]) for c in self.contents]
+        texts = [
+            repr(c[:60]) if isinstance(c, str) and c not in CONTENTS else str(c)
+            for c in self.contents
+        ]
         return " and ".join(texts) + ("" if self.shape == "plain" else f" as {self.shape}")
 
 
@@ -394,7 +433,7 @@ class Script:
         return ", then ".join(map(str, self.moves)) + ", in a loop" * self.loops
 
 
-def script(*contents: str, shape: str = "plain") -> Script:
+def script(*contents: str | Call, shape: str = "plain") -> Script:
     """Returns a script with a content for each turn."""
     return Script(tuple(Move((content,), shape) for content in contents))
 
@@ -430,20 +469,24 @@ ATTACKERS = {
 """The attackers, by the names that tables have."""
 
 
-def pieces(prompt: Prompt, observation: str) -> list[str]:
+def pieces(prompt: Prompt, observation: str) -> list[str | Call]:
     """Returns the contents that a search combines, with what may be commands in the prompt."""
     shown = f"{prompt.system or ''}\n{observation}"
     phrases = ["".join(groups).strip() for groups in _PHRASE.findall(shown)]
     short = [text for text in dict.fromkeys(phrases) if 0 < len(text.split()) <= 3]
-    return [*CONTENTS, *_EDGES, *_JUDGE, _SUCCESS, _ESSAY, *_ESSAY.split("\n\n"), *short[:_PHRASES]]
+    texts = [*CONTENTS, *_EDGES, *_JUDGE, _SUCCESS, _ESSAY, *_ESSAY.split("\n\n")]
+    places = range(max(2, len(_terms(observation))))
+    calls = [Call(tool.name, place) for place in places for tool in prompt.tools]
+    return [*texts, *short[:_PHRASES], *calls[:_CALLS]]
 
 
-def openings(contents: Sequence[str]) -> list[Script]:
+def openings(contents: Sequence[str | Call]) -> list[Script]:
     """Returns the scripts that a search begins with: each content alone, each format, each call."""
     calls = [name for name in CONTENTS if name.endswith(("call", "arguments"))]
+    texts = [content for content in contents if not isinstance(content, Call)]
     return [
-        *(script(content) for content in contents),
-        *(script(content, shape="answer") for content in contents if content not in calls),
+        *(script(content) for content in texts),
+        *(script(content, shape="answer") for content in texts if content not in calls),
         *(script("a", shape=shape) for shape in SHAPES),
         *(
             script(*[call] * count, last)
@@ -451,10 +494,16 @@ def openings(contents: Sequence[str]) -> list[Script]:
             for count in (1, 3)
             for last in ("the observation", "done")
         ),
+        *(
+            script(call, last)
+            for call in contents
+            if isinstance(call, Call)
+            for last in ("every answer", "done")
+        ),
     ]
 
 
-def mutated(parent: Script, contents: Sequence[str], rng: random.Random) -> Script:
+def mutated(parent: Script, contents: Sequence[str | Call], rng: random.Random) -> Script:
     """Returns a script that differs in one content, one shape, one move, or in its repetition."""
     moves, n = list(parent.moves), rng.randrange(len(parent.moves))
     content = rng.choice(contents)

@@ -245,7 +245,7 @@ class _Auditor:
             gold=self.gold,
             tasks=len(tasks),
             facts=self.facts(bool(experts), speed)
-            | ({"the search found": str(winners[0])} if winners else {})
+            | ({"the search found": str(winners[0])} if winners and rows[FOUND].pays(allow) else {})
             | ({"failed episodes": f"{failures} of {len(episodes)}"} if failures else {}),
             rows=tuple(rows.values()),
             findings=tuple(finding for finding in checks if finding is not None),
@@ -419,13 +419,14 @@ class _Auditor:
         if not paid:
             most = most_first(row for row in rows.values() if row.name in ATTACKERS)[0]
             text = f"No attacker gets more than {allow:.0%} of gold's reward; most: {most}."
+            if most.high > allow:
+                text += " More --tasks tell whether that is chance."
             return Finding(name="attackers", text=text, ok=True)
         return Finding(
             name="attackers",
             text=f"More than {allow:.0%} of gold's reward: {'; '.join(map(str, paid))}.",
             advice="Read their episodes (`--output FOLDER` writes a page), and pay only for what a "
-            "solution has done; "
-            "--allow accepts more, where guessing is worth as much.",
+            "solution has done; --allow accepts more, where guessing is worth as much.",
         )
 
     def free(self, keys: Sequence[str], tasks: int) -> Finding:
@@ -572,7 +573,7 @@ class _Auditor:
         number, held = (attribute(self.env, name, None) for name in ("num_tasks", "num_eval_tasks"))
         keeps = overrides(self.env, "snapshot") and overrides(self.env, "restore")
         return {
-            "different tasks": "unknown" if number is None else str(number),
+            "different tasks": "not declared" if number is None else str(number),
             "held-out tasks": "by seed" if held is None else str(held),
             "expert": "yes" if expert else "no: shares are of --gold",
             "snapshot and restore": "yes" if keeps else "no",
