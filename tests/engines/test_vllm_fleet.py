@@ -503,6 +503,13 @@ def test_a_server_samples_for_others_after_its_trainer_was_killed_in_an_update(f
     assert choice["weight_versions"][0]["version"] == "unknown"
 
 
+def test_a_server_whose_python_has_no_pip_is_refused_with_what_it_needs(start, foreign, tmp_path):
+    (tmp_path / "no pip").write_text("1")
+    with pytest.raises(EngineError, match=r"failed with 500, as it does .* no pip"):
+        start(addresses=(str(foreign.base_url).rstrip("/"),))
+    assert not foreign.get("/is_paused").json()["is_paused"]
+
+
 def test_a_server_that_takes_shorter_sequences_than_the_run_is_refused_and_not_paused(
     start, foreign
 ):

@@ -68,6 +68,9 @@ class VLLM(Handler):
         if self.path == "/metrics":
             self.answer_metrics()
             return
+        if self.path.startswith("/server_info") and takes("no pip"):
+            super().answer({}, 500)
+            return
         models = [{"id": name, "root": root} for name, root in VLLM.roots.items()]
         self.answer({"vllm_config": INFO, "world_size": 1, "data": models})
 

@@ -464,8 +464,13 @@ def check_server(client: httpx.Client, backend: str, max_context: int) -> str:
         EngineError: The server cannot check its weights, takes shorter sequences, or was started
             with another backend: the trainer would wait for it.
     """
-    info = client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
-    config = info["vllm_config"]
+    answer = client.get("/server_info", params={"config_format": "json"})
+    if answer.is_server_error:
+        raise EngineError(
+            f"its /server_info failed with {answer.status_code}, as it does where its Python has "
+            "no pip, which vLLM lists packages with; install pip there"
+        )
+    config = answer.raise_for_status().json()["vllm_config"]
     extension = config["parallel_config"]["worker_extension_cls"]
     if extension != EXTENSION:
         raise EngineError(
