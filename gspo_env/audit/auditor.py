@@ -420,7 +420,7 @@ class _Auditor:
             most = most_first(row for row in rows.values() if row.name in ATTACKERS)[0]
             text = f"No attacker gets more than {allow:.0%} of gold's reward; most: {most}."
             if most.high > allow:
-                text += " More --tasks tell whether that is chance."
+                text += f" More than {allow:.0%} is possible: play more --tasks."
             return Finding(name="attackers", text=text, ok=True)
         return Finding(
             name="attackers",
