@@ -8,6 +8,8 @@
     python benchmarks/against_trl.py success DIR [--seeds 3] [--steps 30] [--goals 0.8 0.9]
     python benchmarks/against_trl.py success DIR --model smollm2 --seeds 2 --steps 12 --goals 0.9 \
         --patience 9
+    python benchmarks/against_trl.py success DIR --model telecom --seeds 1 --steps 8 --goals 0.3 \
+        --arms "ours, outcome" TRL
 
 `update`: groups of eight episodes with a common prefix of 512 tokens, three turns and ragged
 lengths. Both get the same token ids, masks, advantages and old log-probabilities, and use GSPO's
@@ -24,15 +26,17 @@ environment, the reward the return of an episode (0.2 a hop, 1 for the right ans
 tasks of 8 episodes and 4 minibatches, the loss GSPO's with the same clip range, learning rate and
 gradient norm. With `--model smollm2`, it is the recipe `smollm2`: SmolLM2-135M works out stories
 with a calculator, 8 tasks of 8 episodes and 2 minibatches a step; both continue the adapter that
-has imitated, on the same tokens. TRL plays by its own environment interface
-(`environment_factory`) with `transformers`, as on any machine without vLLM. Ours runs with credit
-by turn (the default) and with credit by outcome, which is what TRL can express. Each training is a
-process of its own with one thread; arms take turns. A run has reached a goal after the first step
-whose episodes and those of the two steps before it have that mean success: training episodes, and
-for SmolLM2 two of each of 64 held-out tasks, which our engine plays afterwards with the adapter of
-each step. Its time is the seconds of the process's processor from the first step on; wall-clock
-seconds are printed too. `--patience` stops TRL after that multiple of our longest time to the first
-goal.
+has imitated, on the same tokens. With `--model telecom`, the tiny model plays the tasks of τ²-bench
+without their rules, 16 tasks of 8 episodes a step; a malformed call ends an episode of TRL's, and
+is answered in ours. `--output` keeps the weights of each step, for `gspo-env evaluate`. TRL plays
+by its own environment interface (`environment_factory`) with `transformers`, as on any machine
+without vLLM. Ours runs with credit by turn (the default) and with credit by outcome, which is what
+TRL can express. Each training is a process of its own with one thread; arms take turns. A run has
+reached a goal after the first step whose episodes and those of the two steps before it have that
+mean success: training episodes, and for SmolLM2 two of each of 64 held-out tasks, which our engine
+plays afterwards with the adapter of each step. Its time is the seconds of the process's processor
+from the first step on; wall-clock seconds are printed too. `--patience` stops TRL after that
+multiple of our longest time to the first goal.
 
 `rollout`: the models and settings of `success`. Each call of TRL's rollout (`_generate`: no resets,
 rewards and log-probabilities of the learner) is followed by one of ours, resets and the start of
@@ -49,6 +53,7 @@ import dataclasses
 import json
 import os
 import resource
+import shutil
 import sys
 import tempfile
 import time
@@ -344,14 +349,16 @@ class Clock:
         self.processor, self.wall = time.process_time(), time.perf_counter()
 
     def step(self, success: float, model: Any) -> float:
-        """Notes that a step is done, and saves its adapter; returns the processor's seconds."""
+        """Notes that a step is done, and saves its weights; returns the processor's seconds."""
         processor, wall = time.process_time() - self.processor, time.perf_counter() - self.wall
         with self.path.open("a") as file:
             line = {"success": success, "processor": processor, "wall": wall}
             file.write(json.dumps(line) + "\n")
-        if hasattr(model, "disable_adapter"):
-            steps = len(self.path.read_text().splitlines())
-            model.save_pretrained(self.path.with_suffix(".steps") / str(steps))
+        start = self.path.parent / "start"
+        weights = self.path.with_suffix(".steps") / str(len(self.path.read_text().splitlines()))
+        model.save_pretrained(weights)
+        for file in (*start.glob("tokenizer*"), *start.glob("*.jinja")):
+            shutil.copy(file, weights)
         return processor
 
 
@@ -391,69 +398,9 @@ def evaluate(training: Training, start: Path, out: Path) -> None:
     out.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-class Played:
-    """An environment as TRL wants it: its public methods are the tools."""
-
-    env_id = ""
-
-    def __init__(self) -> None:
-        from gspo_env.env.registration import make_env
-
-        self._env = make_env(self.env_id)
-
-    def reset(self, seed: int = 0, **row: Any) -> str:
-        """Begins the episode of a row's seed."""
-        observation, _ = self._env.reset(seed=seed)
-        self._earned, self._done, self._success = 0.0, False, False
-        return str(observation)
-
-    def _call(self, name: str, **arguments: str) -> str:
-        from gspo_env.tools.tool import format_tool_call
-
-        return self._act(format_tool_call(name, arguments))
-
-    def _act(self, action: str) -> str:
-        if self._done:
-            return ""
-        observation, reward, terminated, truncated, info = self._env.step(action)
-        self._earned += float(reward)
-        self._done = terminated or truncated
-        self._success = bool(info.get("success", False))
-        return str(observation)
-
-
-class Lookup(Played):
-    """The look-up environment."""
-
-    env_id = "gspo/Lookup-v0"
-
-    def lookup(self, key: str) -> str:
-        """Look up the word that a word links to; unknown key where there is none.
-
-        Args:
-            key: The word to look up.
-        """
-        return self._call("lookup", key=key)
-
-
-class Story(Played):
-    """Stories in words with a calculator."""
-
-    env_id = "gspo/Story-v0"
-
-    def calculate(self, expression: str) -> str:
-        """Add or subtract two numbers.
-
-        Args:
-            expression: Such as 7 + 5.
-        """
-        return self._call("calculate", expression=expression)
-
-
 def load_start(training: Training, start: Path) -> tuple[Any, Any]:
-    """Loads the start for TRL; the template of a real model lists the tools as ours does."""
+    """Loads the start for TRL; the template lists the tools in our order, TRL sorts them."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from gspo_env.chat.tokenizer import ChatTokenizer
     from gspo_env.env.info import read_prompt
@@ -461,16 +408,15 @@ def load_start(training: Training, start: Path) -> tuple[Any, Any]:
     from gspo_env.model.load import load_model
     from gspo_env.recipes.build import TEMPLATE
 
-    if not training.model:
-        tokenizer = AutoTokenizer.from_pretrained(start)
-        return AutoModelForCausalLM.from_pretrained(start), tokenizer
-    model, tokenizer = load_model(training.model)
-    prompt = read_prompt(make_env(training.env_id))
+    model, tokenizer = load_model(training.model or str(start))
+    if training.model:
+        model = PeftModel.from_pretrained(model, start, is_trainable=True)
+    prompt = read_prompt(make_env(training.env_id, **training.env_kwargs))
     ids = ChatTokenizer(tokenizer).start("", prompt)
     listing = tokenizer.decode(ids).split("<|im_end|>")[0].split(prompt.system)[1]
     names = "{% for t in tools %}\n{{ t.function.name }}{% endfor %}"
     tokenizer.chat_template = TEMPLATE.replace(names, "{{ " + json.dumps(listing) + " }}")
-    return PeftModel.from_pretrained(model, start, is_trainable=True), tokenizer
+    return model, tokenizer
 
 
 def theirs(training: Training, start: Path, out: Path, seed: int, steps: int, limit: float) -> Any:
@@ -481,26 +427,20 @@ def theirs(training: Training, start: Path, out: Path, seed: int, steps: int, li
     from trl import GRPOConfig, GRPOTrainer
     from trl.chat_template_utils import qwen3_template
 
-    from gspo_env.env.registration import make_env
+    from gspo_env.export.trl import environment_class, rows
 
     torch.set_num_threads(1)
     model, tokenizer = load_start(training, start)
     tokenizer.response_template = qwen3_template  # the same form of calls as Qwen3's
-    system = make_env(training.env_id).get_wrapper_attr("system_prompt")
-    chat = [{"role": "system", "content": system}, {"role": "user", "content": ""}]
+    played = environment_class(training.env_id, **training.env_kwargs)
     draw = np.random.default_rng(seed)
-    rows = [
-        {"prompt": chat, "seed": int(draw.integers(10**9))} for _ in range(training.tasks * steps)
-    ]
+    seeds = [int(draw.integers(10**9)) for _ in range(training.tasks * steps)]
     successes: list[float] = []
 
     def earned(completions: Any, environments: Any, **kwargs: Any) -> list[float]:
-        for completion, env in zip(completions, environments, strict=True):
-            last = completion[-1]
-            if last["role"] == "assistant" and not last.get("tool_calls"):
-                env._act(str(last.get("content") or ""))
-        successes.append(float(np.mean([env._success for env in environments])))
-        return [env._earned for env in environments]
+        episodes: Any = [e._finish(c) for e, c in zip(environments, completions, strict=True)]
+        successes.append(float(np.mean([episode["success"] for episode in episodes])))
+        return [sum(each["turn_rewards"]) or each["outcome"] for each in episodes]
 
     class Timer(TrainerCallback):  # type: ignore[misc]
         """Notes each optimiser step."""
@@ -540,7 +480,7 @@ def theirs(training: Training, start: Path, out: Path, seed: int, steps: int, li
         temperature=1.0,
         top_p=1.0,
         top_k=0,
-        max_completion_length=160,
+        max_completion_length=training.completion,
         max_tool_calling_iterations=16,
         shuffle_dataset=False,
         save_strategy="no",
@@ -551,10 +491,10 @@ def theirs(training: Training, start: Path, out: Path, seed: int, steps: int, li
     return GRPOTrainer(
         model=model,
         args=settings,
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=Dataset.from_list(rows(played, seeds)),
         processing_class=tokenizer,
         reward_funcs=[earned],
-        environment_factory=next(c for c in (Lookup, Story) if c.env_id == training.env_id),
+        environment_factory=played,
         callbacks=[Timer()],
     )
 
@@ -584,7 +524,7 @@ def show_times(runs_by_arm: dict[str, list[list[Mapping[str, float]]]], goal: fl
             when = f"{step} | {at['processor']:.0f} | {at['wall']:.0f}" if at else never
             print(f"| {arm} | {seed} | {ends} | {when} |")
     medians = {arm: float(np.median(values)) for arm, values in times.items()}
-    for arm in filter(ARMS.get, ARMS):
+    for arm in filter(ARMS.get, runs_by_arm):
         most = "" if np.isfinite(medians["TRL"]) else "less than "
         ratio = medians[arm] / float(np.median(least["TRL"]))
         share = f"{most}{ratio:.3f} of TRL's time (medians of the seeds)"
@@ -607,7 +547,7 @@ def draw(
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained", sharey=True)
     for (arm, runs), colour in zip(
-        runs_by_arm.items(), ("tab:blue", "tab:green", "tab:red"), strict=True
+        runs_by_arm.items(), ("tab:blue", "tab:green", "tab:red"), strict=False
     ):
         for seed, lines in enumerate(runs):
             success = np.convolve([x["success"] for x in lines], np.ones(3) / 3, "valid")
@@ -643,10 +583,11 @@ def run_success(arguments: argparse.Namespace) -> None:
     start = folder / "start"
     if not start.exists():
         make_start(training, start)
-    runs_by_arm: dict[str, list[list[Mapping[str, float]]]] = {arm: [] for arm in ARMS}
+    runs_by_arm: dict[str, list[list[Mapping[str, float]]]] = {arm: [] for arm in arguments.arms}
     for seed in range(arguments.seeds):
         limit = 0.0
-        for arm, advantage in ARMS.items():
+        for arm in arguments.arms:
+            advantage = ARMS[arm]
             out = folder / f"{arm.replace(', ', '-')}-{seed}.jsonl"
             if not out.with_suffix(".done").exists():
                 out.unlink(missing_ok=True)
@@ -694,6 +635,7 @@ def main() -> None:
     success.add_argument("--seeds", type=int, default=3)
     success.add_argument("--steps", type=int, default=30)
     success.add_argument("--goals", type=float, nargs="+", default=[0.8, 0.9])
+    success.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
     success.add_argument("--output", default="", help="keeps each training; it goes on there")
     success.add_argument("--picture", default="", help="file of a picture of the curves")
     arguments = parser.parse_args()

@@ -21,7 +21,7 @@ from gspo_env.rollout.settings import RolloutConfig
 ENV = "gspo/Lookup-v0"
 LIMITS = {"max_turn_tokens": 32, "max_context": 512}
 """Limits of the recipe `tiny`."""
-GROUP, CLIP, CONTEXT = 8, (0.03, 0.05), 512
+GROUP, CLIP = 8, (0.03, 0.05)
 """Of the trainings that are compared with TRL."""
 
 
@@ -162,10 +162,21 @@ class Training:
     turn: int
     rank: int
     imitation: dict[str, Any]
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    context: int = 512
+    completion: int = 160
+    """Tokens of an episode after its prompt, the tools' included, which TRL limits."""
 
 
 TRAININGS = {
     "tiny": Training("", "gspo/Lookup-v0", 32, 4, 1e-3, 20, 0.1, 32, 0, {"imitation_steps": 110}),
+    "telecom": Training(
+        *("", "gspo/Tau2-v0", 16, 4, 4e-4, 8, 0.1, 32, 0),
+        {"demonstrations": 512, "slips": 0.0, "imitation_steps": 100, "imitation_batch": 32},
+        {"domain": "telecom", "rules": False},
+        context=1024,
+        completion=896,
+    ),
     "smollm2": Training("smollm2", "gspo/Story-v0", 8, 2, 1e-4, 2, 0.03, 40, 16, {}),
 }
 
@@ -176,8 +187,13 @@ def make_start(training: Training, folder: Path) -> None:
     from gspo_env.config import Config
     from gspo_env.tracking.console import Progress
 
-    config = Config.from_recipe(training.model or "tiny", recipe=training.imitation)
-    GSPOAgent(env=training.env_id, config=config).save_start(folder, Progress())
+    config = Config.from_recipe(
+        training.model or "tiny",
+        recipe=training.imitation,
+        env=training.env_id,
+        env_kwargs=training.env_kwargs,
+    )
+    GSPOAgent(config=config).save_start(folder, Progress())
 
 
 def start_agent(training: Training, start: Path, seed: int, **settings: Any) -> Any:
@@ -187,13 +203,18 @@ def start_agent(training: Training, start: Path, seed: int, **settings: Any) -> 
 
     config = Config.from_recipe(
         env=training.env_id,
+        env_kwargs=training.env_kwargs,
         model=training.model or str(start),
         recipe="none",
         seed=seed,
         tasks_per_step=training.tasks,
         eval_every=0,
         tracker="none",
-        rollout={"group_size": GROUP, "max_turn_tokens": training.turn, "max_context": CONTEXT}
+        rollout={
+            "group_size": GROUP,
+            "max_turn_tokens": training.turn,
+            "max_context": training.context,
+        }
         | ({"concurrency": 64} if training.model else {}),
         loss={"clip_low": CLIP[0], "clip_high": CLIP[1]},
         learner={

@@ -60,6 +60,8 @@ ELSEWHERE = {
     "gspo-env train --env gspo/Tau2-v0": "needs the suite; see tests/envs/test_suites.py",
     "gspo-env train --env gspo/TextWorldExpress-v0": "needs the suite and Java",
     "gspo-env evaluate runs/telecom": "needs the training before it",
+    "gspo-env evaluate trl": "needs TRL's training before it",
+    "python benchmarks/against_trl.py success": "needs TRL, and minutes",
     "gspo-env verify": "needs a batch; see tests/verify",
     "gspo-env play": "waits for a person; see tests/cli/test_play.py",
     "gspo-env train --engine vllm": "needs vLLM; run by the tests with the marker vllm",
