@@ -270,6 +270,17 @@ def test_the_gold_of_tau2_replays_and_free_tasks_are_left_out(domain, tasks, fre
 
 
 @pytest.mark.suites("inspect_evals")
+def test_a_reservation_that_is_cancelled_again_and_again_ends_in_an_error_and_not_in_a_hang():
+    env = make_env("gspo/Tau2-v0", domain="airline").unwrapped
+    env.reset(seed=0)
+    held = next(iter(env._now[0].db.reservations))
+    cancel = format_tool_call("cancel_reservation", {"reservation_id": held})
+    seen = [env.step(cancel)[0] for _ in range(30)]
+    assert '"status":"cancelled"' in seen[1]
+    assert "cancelled too often" in seen[-1]
+
+
+@pytest.mark.suites("inspect_evals")
 @pytest.mark.parametrize("domain", ["airline", "telecom"])
 def test_tau2_leaves_out_its_rules_for_a_model_with_a_short_context(domain):
     envs = [make_env("gspo/Tau2-v0", domain=domain, rules=rules) for rules in (True, False)]

@@ -22,6 +22,8 @@ _EXPECTED: dict[tuple[str, str], str] = {}
 """Hashes of the databases that solve a task, by domain and id."""
 _READS = ("get_", "find_", "search_", "list_", "calculate", "transfer_")
 """How the names of tools begin that change nothing."""
+_MOST_PAYMENTS = 1000
+"""Payments of a reservation that can still be cancelled, which doubles them each time."""
 
 
 class Tau2Env(InstanceEnv):
@@ -192,6 +194,10 @@ class Tau2Env(InstanceEnv):
         return _text(self._run(sides[0], name, arguments))
 
     def _run(self, side: Any, name: str, arguments: dict[str, Any]) -> Any:
+        if name == "cancel_reservation":
+            held = side.db.reservations.get(arguments.get("reservation_id"))
+            if held is not None and len(held.payment_history) > _MOST_PAYMENTS:
+                raise self._error_type("the reservation was cancelled too often")
         result = getattr(side, name)(**arguments)
         if self._solo:
             self._sync()
