@@ -41,21 +41,21 @@ def effects(batch: Replay, arms: Mapping[str, Config]) -> dict[str, Effect]:
         BatchError: No token is trained.
         OutputError: The batch does not have what an estimator reads.
     """
-    own = gradient(batch, batch.own)
+    original = gradient(batch, batch.own)
     return {
-        name: effect(batch, batch.update(config), gradient(batch, config), own)
+        name: effect(batch, batch.update(config), gradient(batch, config), original)
         for name, config in arms.items()
     }
 
 
-def effect(batch: Replay, update: Update, its: Gradient, own: Gradient) -> Effect:
+def effect(batch: Replay, update: Update, its: Gradient, original: Gradient) -> Effect:
     """Computes the effect of an update.
 
     Args:
         batch: The batch.
         update: An update with it.
         its: The gradient under the config of the update.
-        own: The gradient to compare with.
+        original: The gradient to compare with.
     """
     before = _logprobs(its.learner, update.samples)
     after = _logprobs(update.learner, update.samples)
@@ -65,10 +65,10 @@ def effect(batch: Replay, update: Update, its: Gradient, own: Gradient) -> Effec
     rewards = [[batch.batch.groups[p].episodes[g].outcome for p, g in group] for group in groups]
     return Effect(
         norm=_dot(its.values, its.values) ** 0.5,
-        cosine=_cosine(its.values, own.values),
+        cosine=_cosine(its.values, original.values),
         clipped=update.metrics.get("train/clipped_fraction", 0.0),
-        turned_tokens=_turned(its.advantages, own.advantages),
-        turned_turns=_turned(_sums(its.advantages), _sums(own.advantages)),
+        turned_tokens=_turned(its.advantages, original.advantages),
+        turned_turns=_turned(_sums(its.advantages), _sums(original.advantages)),
         best=best,
         worst=worst,
         outcome=predicted(rewards, [[change[place] for place in group] for group in groups]),

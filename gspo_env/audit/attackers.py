@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -394,7 +395,7 @@ class Call:
         return f"{self.tool} with term {self.place} of the observation"
 
 
-def _said(content: str | Call, now: PolicyInput, attempt: Attempt) -> str:
+def _text_of(content: str | Call, now: PolicyInput, attempt: Attempt) -> str:
     if isinstance(content, Call):
         return content.text(now, attempt)
     return CONTENTS[content](now, attempt) if content in CONTENTS else content
@@ -409,7 +410,7 @@ class Move:
 
     def text(self, now: PolicyInput, attempt: Attempt) -> str:
         """Returns the action."""
-        texts = [_said(content, now, attempt) for content in self.contents]
+        texts = [_text_of(content, now, attempt) for content in self.contents]
         return SHAPES[self.shape]("\n".join(texts), now, attempt)
 
     def __str__(self) -> str:
@@ -476,8 +477,8 @@ def pieces(prompt: Prompt, observation: str) -> list[str | Call]:
     short = [text for text in dict.fromkeys(phrases) if 0 < len(text.split()) <= 3]
     texts = [*CONTENTS, *_EDGES, *_JUDGE, _SUCCESS, _ESSAY, *_ESSAY.split("\n\n")]
     places = range(max(2, len(_terms(observation))))
-    calls = [Call(tool.name, place) for place in places for tool in prompt.tools]
-    return [*texts, *short[:_PHRASES], *calls[:_CALLS]]
+    calls = (Call(tool.name, place) for place in places for tool in prompt.tools)
+    return [*texts, *short[:_PHRASES], *itertools.islice(calls, _CALLS)]
 
 
 def openings(contents: Sequence[str | Call]) -> list[Script]:

@@ -19,6 +19,7 @@ from gspo_env.audit.attackers import (
     LIMIT,
     TRIES,
     Attempt,
+    Call,
     Knowledge,
     Script,
     first,
@@ -41,7 +42,9 @@ from gspo_env.runs.evaluations import wilson_interval
 from gspo_env.runtime.loops import settle
 from gspo_env.runtime.threads import EnvThread, wrong_actions
 from gspo_env.seeding import derive_seed, global_generators_kept
-from gspo_env.types import Episode, FloatArray, Group, Score, Task
+from gspo_env.tools.calls import parse_tool_calls
+from gspo_env.tools.tool import Tool
+from gspo_env.types import Episode, FloatArray, Group, Score, Task, ToolCall
 
 GOLD, NOISY, HALF = "expert (gold)", "expert, half at random", "expert, an echo at the end"
 LEARNED, FOUND = "trained on the reward", "found by a search"
@@ -211,7 +214,14 @@ class _Auditor:
                 by_name[FOUND] = [self.play(t, self.attack(t, winners[0])) for t in tasks]
             rows = {name: self.row(name, episodes) for name, episodes in by_name.items()}
             rows |= {
-                name: self.row(name, [e for e in by_name[name] if not replays(e, experts)])
+                name: self.row(
+                    name,
+                    [
+                        e
+                        for e, g in zip(by_name[name], groups, strict=True)
+                        if not self.replays(e, g)
+                    ],
+                )
                 for name in (LEARNED, FOUND)
                 if name in by_name
             }
@@ -327,6 +337,20 @@ class _Auditor:
         gold = self.reward(expert) if expert and expert.success else self.gold
         return gold - (1 - _SAME) * abs(gold)
 
+    def replays(self, episode: Episode, group: Mapping[str, Episode]) -> bool:
+        """Returns whether an episode of several turns does the expert's work, so is a solution.
+
+        Calls may have further arguments. Where an echo at the end is paid too, what is said in
+        turns without a call doesn't matter.
+        """
+        expert = group.get(GOLD)
+        if expert is None or not 1 < len(episode.turns) == len(expert.turns):
+            return False
+        half, tools = group.get(HALF), expert.prompt.tools
+        said = not tools or half is None or self.reward(half) < self.goal(group)
+        pairs = zip(episode.turns, expert.turns, strict=True)
+        return all(_same_work(turn.text, right.text, tools, said) for turn, right in pairs)
+
     def share(self, episodes: Sequence[Episode]) -> FloatArray:
         """Returns rewards over gold's; where gold has no reward, 1 from it on and else 0."""
         rewards = np.array([self.reward(episode) for episode in episodes])
@@ -353,6 +377,9 @@ class _Auditor:
         """
         rng, tasks = random.Random(self.seed), [episode.task for episode in looks]
         contents = pieces(looks[0].prompt, first(looks[0]))
+        if not any(knowledge.gold for knowledge in self.knowledge.values()):
+            # one call may be the work, and no expert shows that it is
+            contents = [content for content in contents if not isinstance(content, Call)]
         paid: dict[Script, list[float]] = {}
 
         def best() -> list[Script]:
@@ -581,11 +608,18 @@ class _Auditor:
         }
 
 
-def replays(episode: Episode, experts: Mapping[int, Episode]) -> bool:
-    """Returns whether an episode of several turns is the expert's, so that it is a solution."""
-    expert = experts.get(episode.task.seed)
-    texts, solution = ([t.text for t in e.turns] if e else [] for e in (episode, expert))
-    return len(texts) > 1 and texts == solution
+def _same_work(text: str, solution: str, tools: Sequence[Tool], said: bool) -> bool:
+    """Returns whether two actions are equal, or make the same calls, or only say something."""
+    calls, right = (parse_tool_calls(each, tools) for each in (text, solution))
+    if text == solution or not (calls or right):
+        return text == solution or not said
+    return len(calls) == len(right) and all(
+        isinstance(call, ToolCall)
+        and isinstance(expected, ToolCall)
+        and call.name == expected.name
+        and call.arguments.items() >= expected.arguments.items()
+        for call, expected in zip(calls, right, strict=True)
+    )
 
 
 def most_first(rows: Iterable[Row]) -> list[Row]:

@@ -35,28 +35,28 @@ def audit_key(member: Member) -> str:
     return json.dumps(named, sort_keys=True, default=str)
 
 
-def record_audit(key: str, found: Sequence[str]) -> None:
-    """Records the names of what an audit found wrong; see `audit_key`."""
-    entry = {"day": time.strftime("%Y-%m-%d"), "found": list(found)}
+def record_audit(key: str, faults: Sequence[str]) -> None:
+    """Records the names of the findings of an audit that are not `ok`; see `audit_key`."""
+    entry = {"day": time.strftime("%Y-%m-%d"), "faults": list(faults)}
     if problem := write_record("audits", key, entry):
         logger.warning("cannot record this audit (%s): trainings will not know of it", problem)
 
 
 def audit_advice(config: Config) -> str:
     """Returns what to do about first episodes that show an attacker's pattern."""
-    known = " ".join(map(_describe, config.environments))
-    return f"{known} Read the best episodes (`gspo-env view RUN`)."
+    records = " ".join(map(_describe, config.environments))
+    return f"{records} Read the best episodes (`gspo-env view RUN`)."
 
 
 def _describe(member: Member) -> str:
     """Returns a sentence on the record of an environment."""
     try:
         entry = read_record("audits", audit_key(member))
-        day, found = str(entry["day"]), ", ".join(map(str, entry["found"]))
+        day, faults = str(entry["day"]), ", ".join(map(str, entry["faults"]))
     except (OSError, RuntimeError, ImportError, ValueError, KeyError, TypeError):
         arguments = " with its --env-kwargs" if member.kwargs else ""
         return (
             f"No audit of {member.spec} with these arguments and files is on record: attack its "
             f"reward (`gspo-env audit {member.spec}`{arguments})."
         )
-    return f"The audit of {member.spec} on {day} found {found or 'nothing wrong'}."
+    return f"The audit of {member.spec} on {day} found {faults or 'nothing wrong'}."

@@ -133,7 +133,7 @@ def unsolved(env):
     return type(f"Unsolved{env.__name__}", (env,), {"expert_action": nothing})
 
 
-@pytest.mark.parametrize("name", ["sums", "desk", "rooms"])
+@pytest.mark.parametrize("name", ["sums", "desk", "rooms", "one call"])
 def test_without_an_expert_a_reward_that_pays_no_attacker_is_not_called_bad(name):
     result = audit(unsolved(planted(name, SOUND)), tasks=8)
     assert [str(finding) for finding in result.findings if not finding.ok] == []

@@ -349,6 +349,40 @@ class _Log(Dial):
         return "deleted" if path == self.log else "no such file"
 
 
+class _Weather(ToolEnv):
+    """One call with a name of the prompt is all the work."""
+
+    system_prompt = "Ask for the forecast, then say done."
+    max_turns, blocking, right = 4, False, False
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed, options=options)
+        self.city, self.right = "".join(self.np_random.choice(list("abcdefgh"), size=6)), False
+        return f"Ask for the forecast of {self.city}.", {"task_key": self.city}
+
+    @tool
+    def forecast(self, city: str, detailed: bool = False) -> str:
+        """Ask for a forecast.
+
+        Args:
+            city: The city.
+            detailed: Whether it is long.
+        """
+        self.right = city == self.city
+        return "Rain." if self.right else "No such city."
+
+    def on_final(self, text):
+        return "", float(self.right), True
+
+    def step_info(self, terminated, truncated):
+        return {"success": terminated and self.right} if terminated or truncated else {}
+
+    def expert_action(self, noise=0.0):
+        wrong = "x" * (self.np_random.random() < noise)
+        call = format_tool_call("forecast", {"city": self.city + wrong})
+        return "It rains." if self.right or self.np_random.random() < noise else call
+
+
 class _SystemLeak(Desk):
     """The system prompt names the customer, who needs no tool then."""
 
@@ -550,6 +584,7 @@ SOUND = {
     "dial": (Dial, None),
     "desk": (Desk, None),
     "rooms": (Rooms, None),
+    "one call": (_Weather, None),
     "lamps": (Lamps, None),
     "minus one for a wrong answer": (Sums, lambda e, t, r: 1.0 if r else -1.0),
     "a fifth for the format": (Backwards, lambda e, t, r: 0.8 * r + 0.2 * (e.read(t) is not None)),
